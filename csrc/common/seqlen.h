@@ -1,0 +1,48 @@
+// Where one sequence starts and how long it is, for dense and packed (varlen) tensors alike.
+#pragma once
+
+#include <cstdint>
+
+#include "mask.h"
+
+namespace flash {
+
+// One side (queries or keys) of the problem. Lengths on the device are clamped, never trusted: a
+// bad value gives wrong numbers in this call's outputs, not an access outside its tensors.
+struct SeqSide {
+  const int32_t* cu_seqlens;  // (batch + 1,) or null: dense
+  const int32_t* seqused;     // (batch,) or null
+  int64_t total;              // rows of a packed tensor; seqlen of a dense one
+  int max_seqlen;             // longest length that is used
+
+  // First row of the sequence inside the packed tensor; 0 when dense.
+  FLASH_HD int64_t offset(int batch) const {
+    if (!cu_seqlens) return 0;
+    return clamp_to<int64_t>(cu_seqlens[batch], 0, total);
+  }
+
+  // min(difference of cu_seqlens, max_seqlen, seqused), at least 0.
+  FLASH_HD int length(int batch) const {
+    int64_t n = total;
+    if (cu_seqlens) {
+      const int64_t begin = offset(batch);
+      n = clamp_to<int64_t>(cu_seqlens[batch + 1], begin, total) - begin;
+    }
+    n = min_of<int64_t>(n, max_seqlen);
+    if (seqused) n = min_of<int64_t>(n, max_of(seqused[batch], 0));
+    return static_cast<int>(n);
+  }
+};
+
+struct SeqInfo {
+  int64_t offset_q;  // rows before this sequence in q, out, lse
+  int64_t offset_k;  // rows before it in k, v
+  int seqlen_q;
+  int seqlen_k;
+};
+
+FLASH_HD SeqInfo seq_info(const SeqSide& side_q, const SeqSide& side_k, int batch) {
+  return {side_q.offset(batch), side_k.offset(batch), side_q.length(batch), side_k.length(batch)};
+}
+
+}  // namespace flash

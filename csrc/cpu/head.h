@@ -1,0 +1,101 @@
+// One (sequence, head) of a problem: its lengths and policies, and the score tile that every pass
+// starts from.
+#pragma once
+
+#include "../common/dropout.h"
+#include "../common/score.h"
+#include "../common/softmax.h"
+#include "../common/tile_range.h"
+#include "tile.h"
+
+namespace flash::cpu {
+inline namespace FLASH_CPU_ISA {
+
+template <typename T>
+struct Head {
+  const AttnParams& p;
+  int batch;
+  int head;
+  int head_k;
+  SeqInfo seq;
+  Mask mask;
+  Score<T> score;
+  Dropout dropout;
+  T sink;         // -inf: none
+  bool is_plain;  // the score is the scaled product, nothing else
+
+  Head(const AttnParams& params, int b, int h)
+      : p(params),
+        batch(b),
+        head(h),
+        head_k(h / params.group()),
+        seq(seq_info(params.side_q, params.side_k, b)),
+        mask{seq.seqlen_q, seq.seqlen_k, params.window_left, params.window_right},
+        score(make_score<T>(static_cast<T>(params.softmax_scale), static_cast<T>(params.softcap),
+                            bias_of(params.bias, b, h), head_value(params.alibi_slopes, T(0)),
+                            mask.diagonal())),
+        dropout(Dropout::make(params.rng_state, params.dropout_threshold)),
+        sink(head_value(params.sinks, T(-INFINITY))),
+        is_plain(params.softcap == 0 && !params.bias.data && !params.alibi_slopes.data) {}
+
+  T head_value(const HeadValues& values, T otherwise) const {
+    if (!values.data) return otherwise;
+    return static_cast<const T*>(values.data)[batch * values.batch_stride + head];
+  }
+
+  static BiasMatrix bias_of(const BiasView& bias, int b, int h) {
+    if (!bias.data) return {nullptr, 0, 0, DType::kNone};
+    const int64_t at = b * bias.batch_stride + h * bias.head_stride;
+    return {static_cast<const char*>(bias.data) + at * dtype_size(bias.dtype), bias.row_stride,
+            bias.key_stride, bias.dtype};
+  }
+
+  static int64_t dtype_size(DType dtype) {
+    constexpr int kSizes[] = {0, 1, 2, 2, 4, 8};
+    return kSizes[static_cast<int>(dtype)];
+  }
+
+  int64_t row_index(int i) const { return p.row_index(batch, head, seq, i); }
+
+  // Products (kBlockM, kBlockN) -> masked scores, in place. Masked entries become -inf.
+  void apply_score_and_mask(T* tile, Range rows, Range keys) const {
+    const bool is_edge = mask.is_edge(rows, keys);
+    for (int i = rows.begin; i < rows.end; ++i) {
+      T* row = tile + (i - rows.begin) * kBlockN;
+      if (is_plain) {
+        const T scale = score.first.scale;
+        for (int c = 0; c < kBlockN; ++c) row[c] *= scale;
+      } else {
+        // Never beyond the sequence: a bias has no element there.
+        const int end = min_of(keys.end, seq.seqlen_k);
+        for (int j = keys.begin; j < end; ++j)
+          row[j - keys.begin] = score.apply(row[j - keys.begin], i, j);
+      }
+      if (is_edge) {
+        const Range seen = {mask.first_key(i), mask.end_key(i)};
+        for (int c = 0; c < kBlockN; ++c) {
+          const int j = keys.begin + c;
+          row[c] = j >= seen.begin && j < seen.end ? row[c] : T(-INFINITY);
+        }
+      }
+    }
+  }
+
+  // keep_scale where row i keeps key keys.begin + c, 0 where it drops it. keys.begin is a multiple
+  // of the dropout group.
+  void dropout_row(T* factors, int i, Range keys) const {
+    const T scale = static_cast<T>(256) / static_cast<T>(max_of(256 - dropout.threshold, 1));
+    for (int t = 0; t < 4; ++t) {
+      const Philox4 random =
+          dropout.bytes(batch, head, i, keys.begin / Dropout::kGroup, t);
+      for (int n = 0; n < 8; ++n)
+        for (int c = 0; c < 2; ++c)
+          factors[8 * n + 2 * t + c] = dropout.keep_byte(random, n, c) ? scale : T(0);
+    }
+  }
+};
+
+static_assert(kBlockN == Dropout::kGroup, "dropout_row fills one tile row from one group");
+
+}  // namespace FLASH_CPU_ISA
+}  // namespace flash::cpu

@@ -1,0 +1,246 @@
+"""The manifest: the only list of kernels.
+
+Data and small functions, no build logic. From here come the generated translation units (written
+into the build directory, never into git), the kernel table that the dispatcher reads, and the
+README's support table. Run as a script it writes the units of some architectures:
+
+    python csrc/kernels.py --archs cpu --out build/generated
+
+Adding a kernel, a head dim or an architecture is an entry here; docs/adding.md walks through each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+
+# Every name of kernel_table.h's Feature, in its order.
+FEATURES = {
+    "varlen": "kVarlen",
+    "gqa": "kGqa",
+    "window": "kWindow",
+    "softcap": "kSoftcap",
+    "bias": "kBias",
+    "bool_mask": "kBoolMask",
+    "alibi": "kAlibi",
+    "sinks": "kSinks",
+    "dropout": "kDropout",
+    "seqused": "kSeqused",
+    "page_table": "kPaged",
+    "num_splits": "kSplits",
+    "head_dim_v": "kHeadDimV",
+    "deterministic": "kDeterministic",
+    "dlse": "kDlse",
+    "dbias": "kDbias",
+    "dalibi_slopes": "kDalibi",
+    "dsinks": "kDsinks",
+}
+
+PASSES = {"fwd": ("kFwd", "FwdParams"), "bwd": ("kBwd", "BwdParams"), "probs": ("kProbs", "ProbsParams")}
+
+# name in a kernel's name: (DType, scalar type of the CPU kernels)
+DTYPES = {
+    "fp32": ("kFloat32", "float"),
+    "bf16": ("kBFloat16", "cpu::bfloat16"),
+    "fp16": ("kFloat16", "cpu::float16"),
+    "fp64": ("kFloat64", "double"),
+}
+
+# Architectures that FLASH_EXT_ARCHS may name. Those without kernels are refused with the reason.
+ARCHS = ("cpu", "sm80", "sm86", "sm87", "sm89", "sm90", "sm100", "sm120") + (
+    "gfx90a",
+    "gfx942",
+    "gfx950",
+    "gfx1100",
+    "gfx1201",
+)
+
+# Those of ARCHS that have kernels.
+BUILT_ARCHS = ("cpu",)
+
+# (architecture, feature) -> why no kernel has it; shown by the error message and the README.
+SKIP = {
+    ("cpu", "page_table"): "paged keys are not built yet; gather the pages into contiguous k and v",
+}
+
+# Instruction sets of the CPU kernels, best first: the first one that the processor has is used.
+CPU_ISAS = {
+    "avx512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c"],
+    "avx2": ["-mavx2", "-mfma", "-mf16c"],
+    "generic": [],
+}
+
+COMMON = {"varlen", "gqa", "window", "softcap", "bias", "bool_mask", "alibi", "seqused", "deterministic"}
+CPU_FEATURES = {
+    "fwd": COMMON | {"sinks", "dropout", "head_dim_v", "num_splits"},
+    "bwd": COMMON | {"sinks", "dropout", "head_dim_v", "dlse", "dbias", "dalibi_slopes", "dsinks"},
+    "probs": COMMON | {"dropout", "head_dim_v"},
+}
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One compiled kernel: a translation unit and a row of the table."""
+
+    name: str
+    arch: str
+    pass_: str
+    dtype: str
+    head_dim: int
+    head_dim_v: int
+    features: frozenset[str]
+    isa: str
+    flags: tuple[str, ...]
+
+    def source(self) -> str:
+        """The translation unit: one instantiation, compiled for its own target only."""
+        enum, params = PASSES[self.pass_]
+        scalar = DTYPES[self.dtype][1]
+        return (
+            "// Generated from csrc/kernels.py.\n"
+            f"#define FLASH_CPU_ISA isa_{self.isa}\n"
+            f'#include "cpu/{self.pass_}.h"\n'
+            '#include "cpu/isa.h"\n\n'
+            "namespace flash {\n"
+            f"bool runs_{self.name}() {{ return cpu::runs_{self.isa}(); }}\n"
+            f"size_t workspace_{self.name}(const AttnParams& params) {{\n"
+            f"  return cpu::{self.pass_}_workspace<{scalar}>(static_cast<const {params}&>(params));\n"
+            "}\n"
+            f"void launch_{self.name}(const AttnParams& params, const Launch& launch) {{\n"
+            f"  cpu::{self.pass_}<{scalar}>(static_cast<const {params}&>(params), launch);\n"
+            "}\n"
+            "}  // namespace flash\n"
+        )
+
+    def declarations(self) -> str:
+        return (
+            f"bool runs_{self.name}();\n"
+            f"size_t workspace_{self.name}(const AttnParams&);\n"
+            f"void launch_{self.name}(const AttnParams&, const Launch&);\n"
+        )
+
+    def entry(self) -> str:
+        features = " | ".join(FEATURES[name] for name in FEATURES if name in self.features)
+        return (
+            f'    {{"{self.name}", "{self.arch}", Pass::{PASSES[self.pass_][0]},\n'
+            f"     DType::{DTYPES[self.dtype][0]}, {self.head_dim}, {self.head_dim_v},\n"
+            f"     {features},\n"
+            f"     runs_{self.name}, workspace_{self.name}, launch_{self.name}}},\n"
+        )
+
+
+def cpu_kernels(machine: str) -> list[Kernel]:
+    """`machine` as platform.machine() names it; the instruction sets above are those of x86-64."""
+    isas = CPU_ISAS if machine in ("x86_64", "AMD64") else {"generic": CPU_ISAS["generic"]}
+    return [
+        Kernel(
+            name=f"cpu_{pass_}_{dtype}_{isa}",
+            arch="cpu",
+            pass_=pass_,
+            dtype=dtype,
+            head_dim=256,
+            head_dim_v=256,
+            features=frozenset(CPU_FEATURES[pass_]),
+            isa=isa,
+            flags=tuple(flags),
+        )
+        for isa, flags in isas.items()
+        for pass_ in PASSES
+        for dtype in DTYPES
+    ]
+
+
+def kernels(arch: str, machine: str = platform.machine()) -> list[Kernel]:
+    """The kernels of one architecture, in order of preference."""
+    if arch not in ARCHS:
+        raise ValueError(f"architecture {arch!r} is not one of {', '.join(ARCHS)}")
+    if arch not in BUILT_ARCHS:
+        raise ValueError(f"architecture {arch!r} has no kernels yet; build with FLASH_EXT_ARCHS=cpu")
+    return cpu_kernels(machine)
+
+
+def table_source(rows: list[Kernel]) -> str:
+    """The kernel table of one library."""
+    return (
+        "// Generated from csrc/kernels.py.\n"
+        '#include "kernel_table.h"\n\n'
+        "namespace flash {\n"
+        + "".join(row.declarations() for row in rows)
+        + "\nconst KernelEntry kKernelTable[] = {\n"
+        + "".join(row.entry() for row in rows)
+        + "};\n"
+        f"const int kKernelTableSize = {len(rows)};\n\n"
+        "const SkipReason kSkipReasons[] = {\n"
+        + "".join(
+            f'    {{"{arch}", {FEATURES[feature]}, "{reason}"}},\n'
+            for (arch, feature), reason in SKIP.items()
+        )
+        + "};\n"
+        f"const int kSkipReasonsSize = {len(SKIP)};\n"
+        "}  // namespace flash\n"
+    )
+
+
+def support_rows() -> list[dict[str, str]]:
+    """What is declared, for people: one row a backend, pass and feature set."""
+    rows = []
+    for arch in BUILT_ARCHS:
+        for pass_, title in (("fwd", "forward"), ("bwd", "backward"), ("probs", "probabilities")):
+            chosen = [kernel for kernel in kernels(arch) if kernel.pass_ == pass_]
+            declared = [name for name in FEATURES if all(name in k.features for k in chosen)]
+            rows.append(
+                {
+                    "backend": arch,
+                    "pass": title,
+                    "dtypes": ", ".join(dict.fromkeys(kernel.dtype for kernel in chosen)),
+                    "head_dim": f"1-{max(kernel.head_dim for kernel in chosen)}",
+                    "features": ", ".join(declared),
+                }
+            )
+    return rows
+
+
+def write_if_changed(path: Path, text: str) -> None:
+    """Leaves an equal file alone, so that only what changed is compiled again."""
+    if not path.exists() or path.read_text() != text:
+        path.write_text(text)
+
+
+def generate(
+    archs: list[str], out: Path, only: str = "", machine: str = platform.machine()
+) -> list[dict]:
+    """Writes the translation units of one library and returns them as {source, flags, isa}.
+
+    `only` keeps the kernels whose name contains it: for building one kernel quickly.
+    """
+    rows = [kernel for arch in archs for kernel in kernels(arch, machine) if only in kernel.name]
+    if not rows:
+        raise ValueError(f"no kernel name of {', '.join(archs)} contains {only!r}")
+    out.mkdir(parents=True, exist_ok=True)
+    units = []
+    for row in rows:
+        write_if_changed(out / f"{row.name}.cpp", row.source())
+        units.append({"source": f"{row.name}.cpp", "flags": list(row.flags), "isa": row.isa})
+    write_if_changed(out / "kernel_table_data.cpp", table_source(rows))
+    units.append({"source": "kernel_table_data.cpp", "flags": [], "isa": "generic"})
+    for stale in {path.name for path in out.glob("*.cpp")} - {unit["source"] for unit in units}:
+        (out / stale).unlink()
+    write_if_changed(out / "manifest.json", json.dumps(units, indent=1))
+    return units
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--archs", default="cpu", help="comma-separated: " + ",".join(ARCHS))
+    parser.add_argument("--out", type=Path, required=True, help="directory to write into")
+    parser.add_argument("--only", default="", help="keep kernels whose name contains this")
+    parser.add_argument("--machine", default=platform.machine(), help="processor to build for")
+    args = parser.parse_args()
+    generate(args.archs.split(","), args.out, args.only, args.machine)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,179 @@
+"""Builds the native libraries with ninja: what setup.py and the Makefile call.
+
+The kernels come from csrc/kernels.py; every translation unit is compiled for its own target, in
+parallel, and only when it or a header that it includes has changed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+CSRC = ROOT / "csrc"
+
+# The oldest torch whose stable ABI the libraries use: 2.10.
+TORCH_TARGET_VERSION = "0x020a000000000000ULL"
+
+CXX_FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra"]
+
+# Compiled into each backend's library.
+SHARED_SOURCES = ["api.cpp", "args.cpp", "kernel_table.cpp"]
+
+
+def load_manifest():
+    """csrc/kernels.py as a module."""
+    spec = importlib.util.spec_from_file_location("flash_kernels", CSRC / "kernels.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def requested_archs() -> list[str]:
+    """FLASH_EXT_ARCHS as a list, checked; `cpu` when it is not set."""
+    known = load_manifest().ARCHS
+    names = os.environ.get("FLASH_EXT_ARCHS", "cpu").replace(";", ",").split(",")
+    archs = [name.strip() for name in names if name.strip()]
+    unknown = [name for name in archs if name not in known]
+    if unknown:
+        raise SystemExit(
+            f"FLASH_EXT_ARCHS names {', '.join(unknown)}; allowed are {', '.join(known)}, "
+            "separated by commas"
+        )
+    return ["cpu", *(arch for arch in archs if arch != "cpu")]
+
+
+def visible_gpu_arch() -> str | None:
+    """The architecture of the first visible GPU in FLASH_EXT_ARCHS' names, or None."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    properties = torch.cuda.get_device_properties(0)
+    if torch.version.hip:
+        return properties.gcnArchName.split(":")[0]
+    return f"sm{properties.major}{properties.minor}"
+
+
+def torch_paths() -> tuple[Path, Path]:
+    """(include, lib) of the torch that is built against."""
+    try:
+        spec = importlib.util.find_spec("torch")
+    except ImportError:
+        spec = None
+    if spec is None:
+        raise SystemExit(
+            "building flash_ext needs torch in this environment: install torch first, then run "
+            "pip install --no-build-isolation ."
+        )
+    root = Path(spec.origin).parent
+    return root / "include", root / "lib"
+
+
+def compiler() -> str:
+    cxx = os.environ.get("CXX", "c++")
+    if shutil.which(cxx) is None:
+        raise SystemExit(f"no C++ compiler {cxx!r}: install g++ 9 or later, or set CXX")
+    return cxx
+
+
+def escape(text: str | Path) -> str:
+    return str(text).replace("$", "$$").replace(" ", "$ ").replace(":", "$:")
+
+
+def write_ninja(
+    build_dir: Path,
+    units: Sequence[tuple[Path, Sequence[str]]],
+    output: Path,
+    includes: Sequence[str],
+    link: Sequence[str],
+) -> None:
+    """One shared library from (source, extra flags) pairs."""
+    lines = [
+        "ninja_required_version = 1.5",
+        f"cxx = {escape(compiler())}",
+        f"cflags = {' '.join([*CXX_FLAGS, *includes])}",
+        f"ldflags = {' '.join(link)}",
+        "rule compile",
+        "  command = $cxx -MMD -MF $out.d $cflags $extra -c $in -o $out",
+        "  deps = gcc",
+        "  depfile = $out.d",
+        "  description = compile $in",
+        "rule link",
+        "  command = $cxx -shared -Wl,-s -o $out $in $ldflags",
+        "  description = link $out",
+    ]
+    objects = []
+    for source, flags in units:
+        target = build_dir / "objects" / f"{source.stem}.o"
+        objects.append(escape(target))
+        lines += [f"build {escape(target)}: compile {escape(source)}", f"  extra = {' '.join(flags)}"]
+    lines += [f"build {escape(output)}: link {' '.join(objects)}", f"default {escape(output)}", ""]
+    text = "\n".join(lines)
+    target = build_dir / "build.ninja"
+    if not target.exists() or target.read_text() != text:
+        target.write_text(text)
+
+
+def run_ninja(build_dir: Path) -> None:
+    command = ["ninja", "-C", str(build_dir)]
+    if jobs := os.environ.get("MAX_JOBS"):
+        command += ["-j", jobs]
+    try:
+        subprocess.run(command, check=True)
+    except FileNotFoundError:
+        raise SystemExit("building flash_ext needs ninja: pip install ninja") from None
+    except subprocess.CalledProcessError:
+        raise SystemExit("flash_ext: a translation unit did not compile; see above") from None
+
+
+def build_cpu_library(build_dir: Path, output: Path) -> None:
+    """flash_ext/_C: the schemas and the CPU kernels."""
+    generated = build_dir / "generated"
+    only = os.environ.get("FLASH_EXT_ONLY", "")
+    units = load_manifest().generate(["cpu"], generated, only)
+    include, lib = torch_paths()
+    sources = [(CSRC / name, ()) for name in ("backend_cpu.cpp", *SHARED_SOURCES)]
+    sources += [(generated / unit["source"], unit["flags"]) for unit in units]
+    output.parent.mkdir(parents=True, exist_ok=True)
+    write_ninja(
+        build_dir,
+        sources,
+        output,
+        includes=[
+            f"-I{escape(CSRC)}",
+            f"-isystem {escape(include)}",
+            f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION}",
+        ],
+        # libtorch is named so that the loader finds the shims wherever torch is; nothing else of
+        # it is used.
+        link=[f"-L{escape(lib)}", "-Wl,--no-as-needed", "-ltorch"],
+    )
+    run_ninja(build_dir)
+
+
+def build_testing(build_dir: Path, output: Path) -> None:
+    """flash_ext_testing: common/ exposed to pytest through pybind11. No torch in it."""
+    import sysconfig
+
+    import pybind11
+
+    build_dir.mkdir(parents=True, exist_ok=True)
+    write_ninja(
+        build_dir,
+        [(ROOT / "tests" / "native" / "testing.cpp", ())],
+        output,
+        includes=[
+            f"-I{escape(CSRC)}",
+            f"-isystem {escape(pybind11.get_include())}",
+            f"-isystem {escape(sysconfig.get_paths()['include'])}",
+        ],
+        link=[],
+    )
+    run_ninja(build_dir)
