@@ -25,10 +25,13 @@ const KernelEntry& kernel_for(Pass pass, const AttnArgs& args, const AttnParams&
 
 // One byte tensor that the kernel shares out and initialises itself; lives until the launch is
 // queued, and on a GPU the allocator keeps the memory for this stream.
-Tensor allocate_workspace(const KernelEntry& entry, const AttnParams& p, const Tensor& q) {
+OptTensor allocate_workspace(const KernelEntry& entry, const AttnParams& p, const Tensor& q) {
   const int64_t bytes = static_cast<int64_t>(entry.workspace(p));
+  if (bytes == 0) return std::nullopt;
   return torch::stable::new_empty(q, {bytes}, ScalarType::Byte);
 }
+
+void* data_of(const OptTensor& t) { return t ? t->mutable_data_ptr() : nullptr; }
 
 // Zero-filled when some rows belong to no sequence: those are never launched over.
 Tensor allocate(const Tensor& like, std::vector<int64_t> shape, ScalarType dtype, bool has_gaps) {
@@ -53,21 +56,19 @@ std::tuple<Tensor, Tensor> run_fwd(AttnArgs& args) {
   FwdParams p;
   const uint32_t features = prepare(args, p);
   p.num_splits = static_cast<int>(max_of<int64_t>(args.num_splits, 1));
-  const KernelEntry& entry = kernel_for(Pass::kFwd, args, p, features);
   const Tensor& q = *args.q;
+  DeviceScope scope(q);
+  const KernelEntry& entry = kernel_for(Pass::kFwd, args, p, features);
   const bool empty = is_empty(p);
   const bool fill = empty || has_gaps_q(args);
-  DeviceScope scope(q);
   Tensor out = allocate(q, out_shape(args), q.scalar_type(), fill);
   Tensor lse = torch::stable::new_empty(q, lse_shape(args), acc_type(q));
   if (fill) torch::stable::fill_(lse, -std::numeric_limits<double>::infinity());
   if (empty) return {out, lse};
-  const Tensor workspace = [&] {
-    p.out = view_of(out, args.varlen());
-    p.lse = lse.mutable_data_ptr();
-    return allocate_workspace(entry, p, q);
-  }();
-  p.workspace = workspace.mutable_data_ptr();
+  p.out = view_of(out, args.varlen());
+  p.lse = lse.mutable_data_ptr();
+  const OptTensor workspace = allocate_workspace(entry, p, q);
+  p.workspace = data_of(workspace);
   entry.launch(p, scope.launch);
   return {out, lse};
 }
@@ -165,14 +166,14 @@ Grads run_bwd(AttnArgs& args, BwdInputs& in, const Needed& needed) {
   const uint32_t features = prepare(args, p);
   check_needed(args, needed);
   fill_bwd_inputs(args, in, p);
-  const KernelEntry& entry = kernel_for(Pass::kBwd, args, p, features | grad_features(p, needed));
   const Tensor& q = *args.q;
-  const bool empty = is_empty(p);
   DeviceScope scope(q);
+  const KernelEntry& entry = kernel_for(Pass::kBwd, args, p, features | grad_features(p, needed));
+  const bool empty = is_empty(p);
   Grads grads = allocate_grads(args, given, needed, empty, p);
   if (!empty) {
-    const Tensor workspace = allocate_workspace(entry, p, q);
-    p.workspace = workspace.mutable_data_ptr();
+    const OptTensor workspace = allocate_workspace(entry, p, q);
+    p.workspace = data_of(workspace);
     entry.launch(p, scope.launch);
   }
   if (grads.dalibi_slopes)
@@ -188,8 +189,8 @@ Tensor run_probs(AttnArgs& args, const Tensor& lse_given) {
   const Tensor& q = *args.q;
   check_like("lse", lse_given, lse_shape(args), acc_type(q), q);
   const Tensor lse = as_contiguous(lse_given);
-  const KernelEntry& entry = kernel_for(Pass::kProbs, args, p, features);
   DeviceScope scope(q);
+  const KernelEntry& entry = kernel_for(Pass::kProbs, args, p, features);
   Tensor probs = torch::stable::new_zeros(
       q, {p.batch, p.num_heads, p.side_q.max_seqlen, p.side_k.max_seqlen}, q.scalar_type());
   if (probs.numel() == 0) return probs;
@@ -263,6 +264,7 @@ void explain(StableIValue* stack, uint64_t, uint64_t) {
   AttnParams p;
   if (backward) args.num_splits = 0;
   const uint32_t features = prepare(args, p);
+  DeviceScope scope(*args.q);
   return_outputs(stack, explain(Problem{backward ? Pass::kBwd : Pass::kFwd, dtype_of(*args.q),
                                         p.head_dim, p.head_dim_v, features}));
 }

@@ -55,11 +55,15 @@ std::string why_not(const KernelEntry& entry, const Problem& problem) {
   return reason.str();
 }
 
+bool serves(const KernelEntry& entry, const Problem& problem) {
+  return entry.pass == problem.pass && entry.dtype == problem.dtype &&
+         entry.head_dim >= problem.head_dim && entry.head_dim_v >= problem.head_dim_v &&
+         !(problem.features & ~entry.features) && entry.runs_here();
+}
+
 const KernelEntry* find_kernel(const Problem& problem) {
-  for (int i = 0; i < kKernelTableSize; ++i) {
-    const KernelEntry& entry = kKernelTable[i];
-    if (entry.pass == problem.pass && why_not(entry, problem).empty()) return &entry;
-  }
+  for (int i = 0; i < kKernelTableSize; ++i)
+    if (serves(kKernelTable[i], problem)) return &kKernelTable[i];
   return nullptr;
 }
 

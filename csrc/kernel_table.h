@@ -73,7 +73,10 @@ const char* pass_name(Pass pass);
 const char* dtype_name(DType dtype);
 std::string feature_names(uint32_t features);
 
-// Why `entry` does not serve `problem`; empty when it does.
+// Whether `entry` serves `problem`: the one rule; why_not puts it into words.
+bool serves(const KernelEntry& entry, const Problem& problem);
+
+// Why `entry`, of the problem's pass, does not serve it; empty when it does.
 std::string why_not(const KernelEntry& entry, const Problem& problem);
 
 // The first entry that serves the problem, or null.

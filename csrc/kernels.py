@@ -41,11 +41,11 @@ FEATURES = {
 
 PASSES = {"fwd": ("kFwd", "FwdParams"), "bwd": ("kBwd", "BwdParams"), "probs": ("kProbs", "ProbsParams")}
 
-# name in a kernel's name: (DType, scalar type of the CPU kernels)
+# name in a kernel's name: (DType, scalar type in csrc)
 DTYPES = {
     "fp32": ("kFloat32", "float"),
-    "bf16": ("kBFloat16", "cpu::bfloat16"),
-    "fp16": ("kFloat16", "cpu::float16"),
+    "bf16": ("kBFloat16", "bfloat16"),
+    "fp16": ("kFloat16", "float16"),
     "fp64": ("kFloat64", "double"),
 }
 

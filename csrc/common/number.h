@@ -11,6 +11,14 @@ namespace flash {
 
 enum class DType : int { kNone, kBool, kFloat16, kBFloat16, kFloat32, kFloat64 };
 
+// 16-bit floats in memory.
+struct bfloat16 {
+  uint16_t bits;
+};
+struct float16 {
+  uint16_t bits;
+};
+
 FLASH_HD float bits_to_float(uint32_t bits) {
   float x;
   memcpy(&x, &bits, sizeof x);

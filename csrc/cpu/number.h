@@ -8,13 +8,6 @@
 
 namespace flash::cpu {
 
-struct bfloat16 {
-  uint16_t bits;
-};
-struct float16 {
-  uint16_t bits;
-};
-
 inline namespace FLASH_CPU_ISA {
 
 template <typename In>
