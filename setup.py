@@ -19,33 +19,43 @@ sys.path.insert(0, str(ROOT / "tools"))
 import native_build  # noqa: E402
 
 CPU_LIBRARY = "flash_ext._C"
+CUDA_LIBRARY = "flash_ext._C_cuda"
 BUILD_DIR = ROOT / "build" / "native"
 
 
-def say_targets() -> None:
-    """What is built, and what a visible GPU would add."""
+def chosen_archs() -> list[str]:
+    """What FLASH_EXT_ARCHS names and what a visible GPU adds; the build says which."""
     archs = native_build.requested_archs()
+    known = native_build.load_manifest().BUILT_ARCHS
+    if missing := [arch for arch in archs if arch not in known]:
+        raise SystemExit(
+            f"FLASH_EXT_ARCHS names {', '.join(missing)}, for which this version has no kernels; "
+            f"those that have: {', '.join(known)}"
+        )
     gpu = native_build.visible_gpu_arch()
-    manifest = native_build.load_manifest()
-    if gpu and gpu not in archs and gpu in manifest.ARCHS:
-        archs.append(gpu)
-    missing = [arch for arch in archs if arch not in manifest.BUILT_ARCHS]
-    print(f"flash_ext: building for {', '.join(a for a in archs if a not in missing)}")
-    for arch in missing:
-        text = f"flash_ext: {arch} has no kernels in this version"
-        if arch == gpu:
-            print(f"{text}; tensors on the visible GPU will be refused by name")
+    if gpu and gpu not in archs:
+        if gpu in known:
+            print(f"flash_ext: adding {gpu}, the GPU that is visible here")
+            archs.append(gpu)
         else:
-            raise SystemExit(f"{text}; leave it out of FLASH_EXT_ARCHS")
+            print(f"flash_ext: the visible GPU is {gpu}, for which this version has no kernels")
+    print(f"flash_ext: building for {', '.join(archs)}")
+    return archs
+
+
+ARCHS = chosen_archs()
+GPU_ARCHS = [arch for arch in ARCHS if arch != "cpu"]
 
 
 class BuildLibraries(build_ext):
     """Hands the libraries to ninja instead of to distutils' compiler."""
 
     def build_extension(self, ext: Extension) -> None:
-        say_targets()
         output = Path(self.get_ext_fullpath(ext.name)).resolve()
-        native_build.build_cpu_library(BUILD_DIR, output)
+        if ext.name == CPU_LIBRARY:
+            native_build.build_cpu_library(BUILD_DIR, output)
+        else:
+            native_build.build_cuda_library(ROOT / "build" / "cuda", output, GPU_ARCHS)
 
 
 class BuildTesting(Command):
@@ -76,7 +86,10 @@ class StableAbiWheel(bdist_wheel):
 
 
 setup(
-    ext_modules=[Extension(CPU_LIBRARY, sources=[], py_limited_api=True)],
+    ext_modules=[
+        Extension(name, sources=[], py_limited_api=True)
+        for name in (CPU_LIBRARY, *([CUDA_LIBRARY] if GPU_ARCHS else []))
+    ],
     cmdclass={
         "build_ext": BuildLibraries,
         "build_testing": BuildTesting,

@@ -43,6 +43,33 @@ std::vector<int64_t> shape_of(const Tensor& t) {
   return std::vector<int64_t>(t.sizes().begin(), t.sizes().end());
 }
 
+bool rows_are_aligned(const Tensor& t, int64_t bytes) {
+  bool aligned = reinterpret_cast<uintptr_t>(t.const_data_ptr()) % bytes == 0;
+  for (int64_t d = 0; d + 1 < t.dim(); ++d)
+    aligned &= t.size(d) <= 1 || t.stride(d) * static_cast<int64_t>(t.element_size()) % bytes == 0;
+  return aligned;
+}
+
+// The same values with every row at a multiple of `bytes`: itself where it already is (any head_dim
+// that is a multiple of 8, as models have them), otherwise a copy whose rows are padded.
+Tensor aligned_rows(const Tensor& t, int64_t bytes) {
+  if (bytes <= 1 || rows_are_aligned(t, bytes)) return t;
+  std::vector<int64_t> shape = shape_of(t);
+  const int64_t dim = shape.back(), step = bytes / static_cast<int64_t>(t.element_size());
+  shape.back() = ceil_div(dim, step) * step;
+  Tensor padded = torch::stable::new_empty(t, shape, t.scalar_type());
+  Tensor rows = torch::stable::narrow(padded, t.dim() - 1, 0, dim);
+  return torch::stable::copy_(rows, t);
+}
+
+void align_inputs(const KernelEntry& entry, AttnArgs& args, AttnParams& p) {
+  for (auto [t, view] : {std::pair{&args.q, &p.q}, std::pair{&args.k, &p.k},
+                         std::pair{&args.v, &p.v}}) {
+    *t = aligned_rows(**t, entry.row_alignment);
+    *view = view_of(**t, args.varlen());
+  }
+}
+
 bool has_gaps_q(const AttnArgs& args) { return args.varlen() || args.seqused_q; }
 bool has_gaps_k(const AttnArgs& args) { return args.varlen() || args.seqused_k; }
 
@@ -69,6 +96,7 @@ std::tuple<Tensor, Tensor> run_fwd(AttnArgs& args) {
   p.lse = lse.mutable_data_ptr();
   const OptTensor workspace = allocate_workspace(entry, p, q);
   p.workspace = data_of(workspace);
+  align_inputs(entry, args, p);
   entry.launch(p, scope.launch);
   return {out, lse};
 }
@@ -174,6 +202,11 @@ Grads run_bwd(AttnArgs& args, BwdInputs& in, const Needed& needed) {
   if (!empty) {
     const OptTensor workspace = allocate_workspace(entry, p, q);
     p.workspace = data_of(workspace);
+    align_inputs(entry, args, p);
+    in.dout = aligned_rows(in.dout, entry.row_alignment);
+    in.out = aligned_rows(in.out, entry.row_alignment);
+    p.dout = view_of(in.dout, args.varlen());
+    p.out = view_of(in.out, args.varlen());
     entry.launch(p, scope.launch);
   }
   if (grads.dalibi_slopes)
@@ -196,6 +229,7 @@ Tensor run_probs(AttnArgs& args, const Tensor& lse_given) {
   if (probs.numel() == 0) return probs;
   p.lse = lse.const_data_ptr();
   p.probs = probs.mutable_data_ptr();
+  align_inputs(entry, args, p);
   entry.launch(p, scope.launch);
   return probs;
 }

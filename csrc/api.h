@@ -44,6 +44,7 @@ constexpr const char* kExplainSchema =
     "explain(Tensor q, Tensor k, Tensor v, " FLASH_ATTN_ARGS ", bool backward=False) -> str";
 
 constexpr const char* kKernelsSchema = "kernels() -> str";
+constexpr const char* kRegisterKernelsSchema = "register_kernels(str rows) -> ()";
 
 // Boxed: they read the schema's arguments off the stack in order.
 void attn(StableIValue* stack, uint64_t num_args, uint64_t num_outputs);

@@ -197,8 +197,7 @@ void fill_scalars(const AttnArgs& args, AttnParams& p) {
       refuse(name, " is ", value, "; allowed is -1 (unbounded) or the number of keys on that side, "
              "0 or more; W tokens as model configs count them are (W - 1, 0)");
   // A side that hides nothing is unbounded: the same kernel, the same bits.
-  const int64_t right = !args.causal ? args.window_right
-                        : args.window_right < 0 ? 0 : min_of<int64_t>(args.window_right, 0);
+  const int64_t right = args.causal ? 0 : args.window_right;
   p.window_left = args.window_left >= p.side_k.max_seqlen ? -1 : static_cast<int>(args.window_left);
   p.window_right = right >= p.side_q.max_seqlen ? -1 : static_cast<int>(right);
   p.deterministic = args.deterministic;

@@ -17,6 +17,20 @@ DeviceScope::~DeviceScope() = default;
 
 }  // namespace flash
 
+namespace {
+
+// The tables of every loaded library: this one's, then those that GPU libraries register.
+std::string& all_tables() {
+  static std::string tables = flash::table_json();
+  return tables;
+}
+
+std::string kernels() { return "[" + all_tables() + "]"; }
+
+void register_kernels(std::string rows) { all_tables() += ",\n " + rows; }
+
+}  // namespace
+
 STABLE_TORCH_LIBRARY(flash, m) {
   m.def(flash::kAttnSchema);
   m.def(flash::attn_backward_schema().c_str());
@@ -24,6 +38,7 @@ STABLE_TORCH_LIBRARY(flash, m) {
   m.def(flash::kMergeSchema);
   m.def(flash::kExplainSchema);
   m.def(flash::kKernelsSchema);
+  m.def(flash::kRegisterKernelsSchema);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flash, CPU, m) {
@@ -34,5 +49,6 @@ STABLE_TORCH_LIBRARY_IMPL(flash, CPU, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flash, CompositeExplicitAutograd, m) {
-  m.impl("kernels", TORCH_BOX(&flash::table_json));
+  m.impl("kernels", TORCH_BOX(&kernels));
+  m.impl("register_kernels", TORCH_BOX(&register_kernels));
 }

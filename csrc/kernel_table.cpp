@@ -100,17 +100,14 @@ std::string not_supported(const Problem& problem) {
 
 std::string table_json() {
   std::ostringstream json;
-  json << "[";
   for (int i = 0; i < kKernelTableSize; ++i) {
     const KernelEntry& entry = kKernelTable[i];
     json << (i ? ",\n " : "") << "{\"name\": \"" << entry.name << "\", \"arch\": \"" << entry.arch
          << "\", \"pass\": \"" << pass_name(entry.pass) << "\", \"dtype\": \""
          << dtype_name(entry.dtype) << "\", \"head_dim\": " << entry.head_dim
-         << ", \"head_dim_v\": " << entry.head_dim_v << ", \"runs_here\": "
-         << (entry.runs_here() ? "true" : "false") << ", \"features\": ["
+         << ", \"head_dim_v\": " << entry.head_dim_v << ", \"features\": ["
          << feature_list(entry.features, "\"", "\"") << "]}";
   }
-  json << "]";
   return json.str();
 }
 

@@ -51,7 +51,8 @@ struct KernelEntry {
   int head_dim;    // largest that it serves
   int head_dim_v;  // likewise
   uint32_t features;
-  bool (*runs_here)();                        // the processor has what the code was compiled for
+  int row_alignment;     // bytes that every row of q, k, v (and dout, out) must start at a multiple of
+  bool (*runs_here)();                        // the current device has what the code was compiled for
   size_t (*workspace)(const AttnParams&);     // bytes, 16-byte aligned; the kernel initialises them
   void (*launch)(const AttnParams&, const Launch&);  // the params struct of its pass
 };
@@ -88,7 +89,7 @@ std::string not_supported(const Problem& problem);
 // One line an entry of the problem's pass: serves, or why not.
 std::string explain(const Problem& problem);
 
-// The table as a JSON list.
+// The table as the elements of a JSON list.
 std::string table_json();
 
 }  // namespace flash

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,8 +59,10 @@ ARCHS = ("cpu", "sm80", "sm86", "sm87", "sm89", "sm90", "sm100", "sm120") + (
     "gfx1201",
 )
 
-# Those of ARCHS that have kernels.
-BUILT_ARCHS = ("cpu",)
+# NVIDIA architectures that have kernels, with the shared memory that a block may use there (KB): the
+# key of the tile class's config.h. sm90 is compiled for sm_90a.
+GPU_SMEM_KB = {"sm80": 163, "sm86": 99, "sm87": 163, "sm89": 99, "sm90": 227, "sm100": 227, "sm120": 99}
+BUILT_ARCHS = ("cpu", *GPU_SMEM_KB)
 
 # (architecture, feature) -> why no kernel has it; shown by the error message and the README.
 SKIP = {
@@ -81,6 +84,14 @@ CPU_FEATURES = {
 }
 
 
+# What the tile class (mma.sync) declares.
+GPU_FEATURES = {
+    "fwd": COMMON | {"sinks", "dropout", "head_dim_v"},
+}
+GPU_DTYPES = ("bf16", "fp16")
+GPU_HEAD_DIMS = (64, 96, 128, 192, 256)  # buckets; smaller dims are predicated in the kernel
+
+
 @dataclass(frozen=True)
 class Kernel:
     """One compiled kernel: a translation unit and a row of the table."""
@@ -89,28 +100,30 @@ class Kernel:
     arch: str
     pass_: str
     dtype: str
-    head_dim: int
-    head_dim_v: int
+    head_dim: int  # largest that it serves, of q, k and of v
     features: frozenset[str]
-    isa: str
+    row_alignment: int  # bytes
+    suffix: str  # of the translation unit
+    prelude: str  # its first lines
+    runs: str  # whether this code runs on the current device
+    workspace: str  # bytes that it needs; params is the struct of its pass
+    call: str  # the launch
     flags: tuple[str, ...]
+    isa: str = ""
 
     def source(self) -> str:
-        """The translation unit: one instantiation, compiled for its own target only."""
-        enum, params = PASSES[self.pass_]
-        scalar = DTYPES[self.dtype][1]
+        """The translation unit, compiled for its own target only."""
+        params = f"static_cast<const {PASSES[self.pass_][1]}&>(any)"
         return (
             "// Generated from csrc/kernels.py.\n"
-            f"#define FLASH_CPU_ISA isa_{self.isa}\n"
-            f'#include "cpu/{self.pass_}.h"\n'
-            '#include "cpu/isa.h"\n\n'
+            f"{self.prelude}\n"
             "namespace flash {\n"
-            f"bool runs_{self.name}() {{ return cpu::runs_{self.isa}(); }}\n"
-            f"size_t workspace_{self.name}(const AttnParams& params) {{\n"
-            f"  return cpu::{self.pass_}_workspace<{scalar}>(static_cast<const {params}&>(params));\n"
+            f"bool runs_{self.name}() {{ return {self.runs}; }}\n"
+            f"size_t workspace_{self.name}(const AttnParams& any) {{\n"
+            f"  return {self.workspace}({params});\n"
             "}\n"
-            f"void launch_{self.name}(const AttnParams& params, const Launch& launch) {{\n"
-            f"  cpu::{self.pass_}<{scalar}>(static_cast<const {params}&>(params), launch);\n"
+            f"void launch_{self.name}(const AttnParams& any, const Launch& launch) {{\n"
+            f"  {self.call}({params}, launch);\n"
             "}\n"
             "}  // namespace flash\n"
         )
@@ -126,9 +139,10 @@ class Kernel:
         features = " | ".join(FEATURES[name] for name in FEATURES if name in self.features)
         return (
             f'    {{"{self.name}", "{self.arch}", Pass::{PASSES[self.pass_][0]},\n'
-            f"     DType::{DTYPES[self.dtype][0]}, {self.head_dim}, {self.head_dim_v},\n"
+            f"     DType::{DTYPES[self.dtype][0]}, {self.head_dim}, {self.head_dim},\n"
             f"     {features},\n"
-            f"     runs_{self.name}, workspace_{self.name}, launch_{self.name}}},\n"
+            f"     {self.row_alignment}, runs_{self.name}, workspace_{self.name}, "
+            f"launch_{self.name}}},\n"
         )
 
 
@@ -142,10 +156,19 @@ def cpu_kernels(machine: str) -> list[Kernel]:
             pass_=pass_,
             dtype=dtype,
             head_dim=256,
-            head_dim_v=256,
             features=frozenset(CPU_FEATURES[pass_]),
-            isa=isa,
+            row_alignment=1,
+            suffix=".cpp",
+            prelude=(
+                f"#define FLASH_CPU_ISA isa_{isa}\n"
+                f'#include "cpu/{pass_}.h"\n'
+                '#include "cpu/isa.h"\n'
+            ),
+            runs=f"cpu::runs_{isa}()",
+            workspace=f"cpu::{pass_}_workspace<{DTYPES[dtype][1]}>",
+            call=f"cpu::{pass_}<{DTYPES[dtype][1]}>",
             flags=tuple(flags),
+            isa=isa,
         )
         for isa, flags in isas.items()
         for pass_ in PASSES
@@ -153,13 +176,63 @@ def cpu_kernels(machine: str) -> list[Kernel]:
     ]
 
 
-def kernels(arch: str, machine: str = platform.machine()) -> list[Kernel]:
-    """The kernels of one architecture, in order of preference."""
-    if arch not in ARCHS:
-        raise ValueError(f"architecture {arch!r} is not one of {', '.join(ARCHS)}")
-    if arch not in BUILT_ARCHS:
-        raise ValueError(f"architecture {arch!r} has no kernels yet; build with FLASH_EXT_ARCHS=cpu")
-    return cpu_kernels(machine)
+def gpu_flags(arch: str, newest: bool) -> tuple[str, ...]:
+    """nvcc's target; the newest one of a build also carries PTX for GPUs that come later."""
+    number = arch.removeprefix("sm")
+    feature = "a" if arch == "sm90" else ""
+    flags = [f"-gencode=arch=compute_{number}{feature},code=sm_{number}{feature}"]
+    if newest:
+        flags.append(f"-gencode=arch=compute_{number},code=compute_{number}")
+    return tuple(flags)
+
+
+def gpu_kernels(arch: str, newest: bool) -> list[Kernel]:
+    smem = GPU_SMEM_KB[arch]
+    return [
+        Kernel(
+            name=f"{arch}_{pass_}_{dtype}_d{head_dim}",
+            arch=arch,
+            pass_=pass_,
+            dtype=dtype,
+            head_dim=head_dim,
+            features=frozenset(GPU_FEATURES[pass_]),
+            row_alignment=16,
+            suffix=".cu",
+            prelude=f'#include "cuda/tile/{pass_}.cuh"\n#include "kernel_table.h"\n',
+            runs=f"cuda::runs_on({arch.removeprefix('sm')})",
+            workspace=f"cuda::{pass_}_workspace",
+            call=f"cuda::{pass_}<{DTYPES[dtype][1]}, {head_dim}, {smem}>",
+            flags=gpu_flags(arch, newest),
+        )
+        for pass_ in GPU_FEATURES
+        for dtype in GPU_DTYPES
+        for head_dim in GPU_HEAD_DIMS
+    ]
+
+
+def arch_number(arch: str) -> int:
+    return int(arch.removeprefix("sm"))
+
+
+def kernels(
+    archs: str | Sequence[str], machine: str = platform.machine()
+) -> list[Kernel]:
+    """The kernels of some architectures of one library, in order of preference."""
+    archs = [archs] if isinstance(archs, str) else list(archs)
+    for arch in archs:
+        if arch not in ARCHS:
+            raise ValueError(f"architecture {arch!r} is not one of {', '.join(ARCHS)}")
+        if arch not in BUILT_ARCHS:
+            raise ValueError(
+                f"architecture {arch!r} has no kernels yet; those that have: "
+                f"{', '.join(BUILT_ARCHS)}"
+            )
+    if archs == ["cpu"]:
+        return cpu_kernels(machine)
+    if "cpu" in archs:
+        raise ValueError("cpu and GPU kernels go into different libraries; ask for one of them")
+    ordered = sorted(archs, key=arch_number, reverse=True)
+    return [kernel for arch in ordered for kernel in gpu_kernels(arch, arch == ordered[0])]
 
 
 def table_source(rows: list[Kernel]) -> str:
@@ -187,13 +260,15 @@ def table_source(rows: list[Kernel]) -> str:
 def support_rows() -> list[dict[str, str]]:
     """What is declared, for people: one row a backend, pass and feature set."""
     rows = []
-    for arch in BUILT_ARCHS:
+    for backend, arch in (("cpu", "cpu"), ("cuda, sm80 and later", "sm80")):
         for pass_, title in (("fwd", "forward"), ("bwd", "backward"), ("probs", "probabilities")):
             chosen = [kernel for kernel in kernels(arch) if kernel.pass_ == pass_]
+            if not chosen:
+                continue
             declared = [name for name in FEATURES if all(name in k.features for k in chosen)]
             rows.append(
                 {
-                    "backend": arch,
+                    "backend": backend,
                     "pass": title,
                     "dtypes": ", ".join(dict.fromkeys(kernel.dtype for kernel in chosen)),
                     "head_dim": f"1-{max(kernel.head_dim for kernel in chosen)}",
@@ -216,17 +291,17 @@ def generate(
 
     `only` keeps the kernels whose name contains it: for building one kernel quickly.
     """
-    rows = [kernel for arch in archs for kernel in kernels(arch, machine) if only in kernel.name]
+    rows = [kernel for kernel in kernels(archs, machine) if only in kernel.name]
     if not rows:
         raise ValueError(f"no kernel name of {', '.join(archs)} contains {only!r}")
     out.mkdir(parents=True, exist_ok=True)
     units = []
     for row in rows:
-        write_if_changed(out / f"{row.name}.cpp", row.source())
-        units.append({"source": f"{row.name}.cpp", "flags": list(row.flags), "isa": row.isa})
+        write_if_changed(out / f"{row.name}{row.suffix}", row.source())
+        units.append({"source": f"{row.name}{row.suffix}", "flags": list(row.flags), "isa": row.isa})
     write_if_changed(out / "kernel_table_data.cpp", table_source(rows))
     units.append({"source": "kernel_table_data.cpp", "flags": [], "isa": "generic"})
-    for stale in {path.name for path in out.glob("*.cpp")} - {unit["source"] for unit in units}:
+    for stale in {path.name for path in out.glob("*.c*")} - {unit["source"] for unit in units}:
         (out / stale).unlink()
     write_if_changed(out / "manifest.json", json.dumps(units, indent=1))
     return units
@@ -239,7 +314,10 @@ def main() -> None:
     parser.add_argument("--only", default="", help="keep kernels whose name contains this")
     parser.add_argument("--machine", default=platform.machine(), help="processor to build for")
     args = parser.parse_args()
-    generate(args.archs.split(","), args.out, args.only, args.machine)
+    try:
+        generate(args.archs.split(","), args.out, args.only, args.machine)
+    except ValueError as error:
+        parser.error(str(error))
 
 
 if __name__ == "__main__":

@@ -22,8 +22,18 @@ TORCH_TARGET_VERSION = "0x020a000000000000ULL"
 
 CXX_FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra"]
 
+# The angle-bracket headers of the fragment contract are the tile class's own folder here.
+NVCC_FLAGS = [
+    "-std=c++17",
+    "-O3",
+    f"-I{CSRC / 'cuda' / 'tile'}",
+    "-Xcompiler=-fPIC,-fvisibility=hidden",
+    "-Xptxas=-v",
+    "--threads=1",
+]
+
 # Compiled into each backend's library.
-SHARED_SOURCES = ["api.cpp", "args.cpp", "kernel_table.cpp"]
+SHARED_SOURCES = ["api.cpp", "args.cpp", "glibc.cpp", "kernel_table.cpp"]
 
 
 def load_manifest():
@@ -93,8 +103,9 @@ def write_ninja(
     output: Path,
     includes: Sequence[str],
     link: Sequence[str],
+    nvcc: str = "",
 ) -> None:
-    """One shared library from (source, extra flags) pairs."""
+    """One shared library from (source, extra flags) pairs; .cu sources go to nvcc."""
     lines = [
         "ninja_required_version = 1.5",
         f"cxx = {escape(compiler())}",
@@ -102,6 +113,12 @@ def write_ninja(
         f"ldflags = {' '.join(link)}",
         "rule compile",
         "  command = $cxx -MMD -MF $out.d $cflags $extra -c $in -o $out",
+        "  deps = gcc",
+        "  depfile = $out.d",
+        "  description = compile $in",
+        "rule compile_cuda",
+        f"  command = {nvcc} -MMD -MF $out.d {' '.join([*NVCC_FLAGS, f'-I{escape(CSRC)}'])} $extra"
+        " -c $in -o $out > $out.log 2>&1 || (cat $out.log && false)",
         "  deps = gcc",
         "  depfile = $out.d",
         "  description = compile $in",
@@ -113,7 +130,11 @@ def write_ninja(
     for source, flags in units:
         target = build_dir / "objects" / f"{source.stem}.o"
         objects.append(escape(target))
-        lines += [f"build {escape(target)}: compile {escape(source)}", f"  extra = {' '.join(flags)}"]
+        rule = "compile_cuda" if source.suffix == ".cu" else "compile"
+        lines += [
+            f"build {escape(target)}: {rule} {escape(source)}",
+            f"  extra = {' '.join(flags)}",
+        ]
     lines += [f"build {escape(output)}: link {' '.join(objects)}", f"default {escape(output)}", ""]
     text = "\n".join(lines)
     target = build_dir / "build.ninja"
@@ -133,6 +154,18 @@ def run_ninja(build_dir: Path) -> None:
         raise SystemExit("flash_ext: a translation unit did not compile; see above") from None
 
 
+def host_includes(include: Path) -> list[str]:
+    """Flags of the sources that see torch."""
+    return [
+        f"-I{escape(CSRC)}",
+        f"-isystem {escape(include)}",
+        f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION}",
+        # Error texts name files as this repository and torch know them, not this machine.
+        f"-ffile-prefix-map={escape(ROOT)}/=",
+        f"-ffile-prefix-map={escape(include)}/=",
+    ]
+
+
 def build_cpu_library(build_dir: Path, output: Path) -> None:
     """flash_ext/_C: the schemas and the CPU kernels."""
     generated = build_dir / "generated"
@@ -146,14 +179,56 @@ def build_cpu_library(build_dir: Path, output: Path) -> None:
         build_dir,
         sources,
         output,
-        includes=[
-            f"-I{escape(CSRC)}",
-            f"-isystem {escape(include)}",
-            f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION}",
-        ],
+        includes=host_includes(include),
         # libtorch is named so that the loader finds the shims wherever torch is; nothing else of
         # it is used.
         link=[f"-L{escape(lib)}", "-Wl,--no-as-needed", "-ltorch"],
+    )
+    run_ninja(build_dir)
+
+
+def cuda_home() -> Path:
+    """The CUDA toolkit: CUDA_HOME, or where nvcc lies."""
+    if home := os.environ.get("CUDA_HOME"):
+        return Path(home)
+    candidates = [Path("/usr/local/cuda")]
+    if nvcc := shutil.which("nvcc"):
+        candidates.insert(0, Path(nvcc).resolve().parent.parent)
+    for home in candidates:
+        if (home / "include" / "cuda_runtime_api.h").exists():
+            return home
+    raise SystemExit(
+        "building CUDA kernels needs the CUDA toolkit (12.8 or later): install it and set "
+        "CUDA_HOME, or leave the sm... names out of FLASH_EXT_ARCHS"
+    )
+
+
+def build_cuda_library(build_dir: Path, output: Path, archs: Sequence[str]) -> None:
+    """flash_ext/_C_cuda: the CUDA kernels of some architectures, with the runtime inside."""
+    home = cuda_home()
+    generated = build_dir / "generated"
+    only = os.environ.get("FLASH_EXT_ONLY", "")
+    units = load_manifest().generate(list(archs), generated, only)
+    include, lib = torch_paths()
+    sources = [(CSRC / name, ()) for name in ("backend_gpu.cpp", *SHARED_SOURCES)]
+    sources += [(generated / unit["source"], unit["flags"]) for unit in units]
+    output.parent.mkdir(parents=True, exist_ok=True)
+    write_ninja(
+        build_dir,
+        sources,
+        output,
+        includes=[*host_includes(include), f"-isystem {escape(home / 'include')}"],
+        link=[
+            f"-L{escape(lib)}",
+            "-Wl,--no-as-needed",
+            "-ltorch",
+            *(f"-L{escape(home / name)}" for name in ("lib64", "lib") if (home / name).exists()),
+            "-lcudart_static",
+            "-ldl",
+            "-lrt",
+            "-lpthread",
+        ],
+        nvcc=escape(home / "bin" / "nvcc"),
     )
     run_ninja(build_dir)
 

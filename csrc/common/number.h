@@ -11,6 +11,23 @@ namespace flash {
 
 enum class DType : int { kNone, kBool, kFloat16, kBFloat16, kFloat32, kFloat64 };
 
+// Bytes of one element.
+FLASH_HD int64_t dtype_size(DType dtype) {
+  switch (dtype) {
+    case DType::kBool:
+      return 1;
+    case DType::kFloat16:
+    case DType::kBFloat16:
+      return 2;
+    case DType::kFloat32:
+      return 4;
+    case DType::kFloat64:
+      return 8;
+    default:
+      return 0;
+  }
+}
+
 // 16-bit floats in memory.
 struct bfloat16 {
   uint16_t bits;

@@ -1,7 +1,8 @@
 // The one product of the CPU kernels: C (+)= A B on tiles that live in a thread's scratch.
 //
 // B and C are row-major with padded rows; A may lie either way, so P^T and dS^T need no transpose.
-// A row of C stays in registers over the whole of k.
+// A block of C stays in registers over the whole of k and joins what was there at the end: a sum over
+// many tiles is a sum of tile sums, which rounds less than one long chain.
 #pragma once
 
 #include "vec.h"
@@ -32,10 +33,6 @@ template <typename T>
 FLASH_HD void gemm_block(int k_size, Operand<T> a, const T* b, int ldb, T* c, int ldc, Into into) {
   constexpr int kLanes = VecOf<T>::kLanes;
   Vec<T> sum[kRowPad][2] = {};
-  if (into == Into::kAdd) {
-    for (int m = 0; m < kRowPad; ++m)
-      for (int half = 0; half < 2; ++half) sum[m][half] = load(c + m * ldc + half * kLanes);
-  }
   for (int k = 0; k < k_size; ++k) {
     const Vec<T> b0 = load(b + k * ldb);
     const Vec<T> b1 = load(b + k * ldb + kLanes);
@@ -46,7 +43,10 @@ FLASH_HD void gemm_block(int k_size, Operand<T> a, const T* b, int ldb, T* c, in
     }
   }
   for (int m = 0; m < kRowPad; ++m)
-    for (int half = 0; half < 2; ++half) store(c + m * ldc + half * kLanes, sum[m][half]);
+    for (int half = 0; half < 2; ++half) {
+      T* target = c + m * ldc + half * kLanes;
+      store(target, into == Into::kAdd ? load(target) + sum[m][half] : sum[m][half]);
+    }
 }
 
 // C (m, n) (+)= sum over k of A (m, k) B (k, n). C has pad_rows(m) rows, B and C pad_cols(n)

@@ -50,11 +50,6 @@ struct Head {
             bias.key_stride, bias.dtype};
   }
 
-  static int64_t dtype_size(DType dtype) {
-    constexpr int kSizes[] = {0, 1, 2, 2, 4, 8};
-    return kSizes[static_cast<int>(dtype)];
-  }
-
   int64_t row_index(int i) const { return p.row_index(batch, head, seq, i); }
 
   // Products (kBlockM, kBlockN) -> masked scores, in place. Masked entries become -inf.

@@ -1,0 +1,85 @@
+// Tiles between global and shared memory: issue, commit, wait.
+//
+// On NVIDIA a copy is cp.async, 16 bytes a thread, in flight until copy_wait. Rows start at multiples
+// of 16 bytes: the table says so (row_alignment), and the caller copies what does not.
+#pragma once
+
+#include "../../common/mask.h"
+#include "../../params.h"
+#include "fragment.h"
+
+namespace flash::cuda {
+
+__device__ __forceinline__ void copy_commit() { cp_async_commit(); }
+template <int kPending>
+__device__ __forceinline__ void copy_wait() {
+  cp_async_wait<kPending>();
+}
+
+// Copies of (kRows, kDim) tiles of one head by kThreads threads. A thread owns one chunk column and
+// every kRowStep-th row, so that its addresses are sums, not products.
+template <int kDim, int kRows, int kThreads>
+class TileCopy {
+  static constexpr int kChunks = SmemTile<kDim>::kChunks;
+  static constexpr int kSlots = kChunks <= 8 ? 8 : kChunks <= 16 ? 16 : 32;  // 96, 192: some idle
+  static constexpr int kRowStep = kThreads / kSlots;
+  static_assert(kRows % kRowStep == 0, "every thread copies the same number of rows");
+
+ public:
+  // `dim` elements of a row exist; the rest of a tile row is zero.
+  __device__ __forceinline__ TileCopy(const View& view, int batch, int64_t offset, int head,
+                                      int dim)
+      : bytes_(clamp_to(2 * dim - 16 * chunk(), 0, 16)),
+        row_bytes_(2 * view.row_stride),
+        source_(static_cast<const char*>(view.data) +
+                2 * view.at(batch, offset + row(), head) + (bytes_ > 0 ? 16 * chunk() : 0)) {}
+
+  // Rows [first, first + kRows) into `tile`. Rows outside `visible` are zero-filled and never read:
+  // 0 x NaN must not come into being.
+  __device__ __forceinline__ void issue(char* tile, int first, Range visible) const {
+    if (kChunks < kSlots && chunk() >= kChunks) return;
+    const bool all = first >= visible.begin && first + kRows <= visible.end;
+    const uint32_t target = smem_address(tile);
+    const char* source = source_ + first * row_bytes_;
+#pragma unroll
+    for (int r = 0; r < kRows; r += kRowStep) {
+      const int at = first + row() + r;
+      const bool seen = all || (at >= visible.begin && at < visible.end);
+      cp_async_16(target + SmemTile<kDim>::offset(row() + r, chunk()), source, seen ? bytes_ : 0);
+      source += kRowStep * row_bytes_;
+    }
+  }
+
+ private:
+  static __device__ __forceinline__ int row() { return threadIdx.x / kSlots; }
+  static __device__ __forceinline__ int chunk() { return threadIdx.x % kSlots; }
+
+  int bytes_;  // of this thread's chunk that exist
+  int64_t row_bytes_;
+  const char* source_;
+};
+
+// Rows [row, row + count) of a tile to global rows `first`...; one warp's own rows.
+template <int kDim>
+__device__ __forceinline__ void copy_out(char* data, int64_t row_bytes, int dim, bool aligned,
+                                         const char* tile, int row, int first, int count) {
+  constexpr int kChunks = SmemTile<kDim>::kChunks;
+  for (int at = lane_id(); at < count * kChunks; at += kWarpSize) {
+    const int r = at / kChunks, chunk = at % kChunks;
+    if (8 * chunk >= dim) continue;
+    const uint4 x = *reinterpret_cast<const uint4*>(tile + SmemTile<kDim>::offset(row + r, chunk));
+    char* target = data + (first + r) * row_bytes + 16 * chunk;
+    if (aligned && 8 * chunk + 8 <= dim) {
+      *reinterpret_cast<uint4*>(target) = x;
+      continue;
+    }
+    const uint32_t words[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+    for (int d = 0; d < 8; ++d)
+      if (8 * chunk + d < dim)
+        reinterpret_cast<uint16_t*>(target)[d] =
+            static_cast<uint16_t>(words[d / 2] >> (16 * (d % 2)));
+  }
+}
+
+}  // namespace flash::cuda

@@ -1,0 +1,219 @@
+// The fragment contract on NVIDIA: how a warp holds tiles for mma.sync m16n8k16.
+//
+// This is the only file of the tile class that knows lanes. A warp's accumulator tile is kRows x
+// kCols; lane l holds, of each 16 x 8 block, the elements
+//
+//      (l / 4,     2 (l % 4)), (l / 4,     2 (l % 4) + 1)     slots 0, 1
+//      (l / 4 + 8, 2 (l % 4)), (l / 4 + 8, 2 (l % 4) + 1)     slots 2, 3
+//
+// so the four lanes of a quad share their rows, and two neighbouring accumulator blocks are the A
+// operand of the next product without an exchange.
+#pragma once
+
+#include "../../common/dropout.h"
+#include "../primitives/cp_async.h"
+#include "../primitives/ldmatrix.h"
+#include "../primitives/mma.h"
+
+namespace flash::cuda {
+
+constexpr int kWarpSize = 32;
+
+__device__ __forceinline__ int lane_id() { return threadIdx.x % kWarpSize; }
+__device__ __forceinline__ int warp_id() { return threadIdx.x / kWarpSize; }
+
+// Whether any lane of the warp says so.
+__device__ __forceinline__ bool warp_any(bool x) { return __any_sync(0xFFFFFFFFu, x); }
+
+// What the lanes of this warp wrote to shared memory is visible to its other lanes.
+__device__ __forceinline__ void warp_barrier() { __syncwarp(); }
+
+// Tiles in shared memory are rows of kDim 16-bit elements in chunks of 16 bytes. The chunk number is
+// mixed with the row number so that the eight rows of one 8 x 8 matrix lie in eight different bank
+// groups: rows of a multiple of 128 bytes differ in (row & 7); a row of 192 bytes (kDim 96) already
+// alternates between two halves of the banks, and (row >> 1) & 3 separates the rest.
+template <int kDim>
+struct SmemTile {
+  static constexpr int kRowBytes = kDim * 2;
+  static constexpr int kChunks = kDim / 8;
+
+  static constexpr int kSpan = kRowBytes % 128 == 0 ? 128 : 64;  // bytes that the mixing permutes
+
+  static __device__ __forceinline__ int mix(int row) {
+    return kSpan == 128 ? (row & 7) : ((row >> 1) & 3);
+  }
+  // Byte offset of a chunk.
+  static __device__ __forceinline__ int offset(int row, int chunk) {
+    return row * kRowBytes + ((chunk ^ mix(row)) << 4);
+  }
+  // The address of chunk + step, step even and known at compile time, from that of chunk 0 or 1 in
+  // the same row: one exclusive or, because rows and tiles start at multiples of kSpan. Without this
+  // the compiler keeps an address per step in a register over the whole loop, and spills.
+  static __device__ __forceinline__ uint32_t advance(uint32_t address, int step) {
+    return (address ^ (step * 16 % kSpan)) + step * 16 / kSpan * kSpan;
+  }
+};
+
+// An accumulator of S or O.
+template <int kRows, int kCols>
+struct Accumulator {
+  static_assert(kRows % 16 == 0 && kCols % 16 == 0, "two 16 x 8 blocks make an operand");
+  static constexpr int kRowBlocks = kRows / 16;
+  static constexpr int kColBlocks = kCols / 8;
+  static constexpr int kElems = kRowBlocks * kColBlocks * 4;
+  static constexpr int kRowsPerThread = 2 * kRowBlocks;
+
+  float x[kRowBlocks][kColBlocks][4];
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int m = 0; m < kRowBlocks; ++m)
+#pragma unroll
+      for (int n = 0; n < kColBlocks; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) x[m][n][i] = 0.f;
+  }
+
+  // f(value, slot, column) for every element of this thread: slot numbers the thread's rows.
+  template <typename F>
+  __device__ __forceinline__ void for_each(F f) {
+    const int first_col = 2 * (lane_id() % 4);
+#pragma unroll
+    for (int m = 0; m < kRowBlocks; ++m)
+#pragma unroll
+      for (int n = 0; n < kColBlocks; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) f(x[m][n][i], 2 * m + i / 2, 8 * n + first_col + i % 2);
+  }
+
+  // Row of the tile that a slot stands for.
+  static __device__ __forceinline__ int row(int slot) {
+    return 16 * (slot / 2) + 8 * (slot % 2) + lane_id() / 4;
+  }
+
+  // Joins a row's value across the lanes that share it.
+  template <typename Op>
+  static __device__ __forceinline__ float reduce_row(float value, Op op) {
+    value = op(value, __shfl_xor_sync(0xFFFFFFFFu, value, 1));
+    return op(value, __shfl_xor_sync(0xFFFFFFFFu, value, 2));
+  }
+  // The one lane of those that share a row which speaks for it.
+  static __device__ __forceinline__ bool owns_row() { return lane_id() % 4 == 0; }
+};
+
+// The A operand of one k16 step: kRows x 16.
+template <int kRows>
+struct OperandA {
+  uint32_t r[kRows / 16][4];
+};
+
+// Rows [row, row + kRows) and columns [16 step, 16 step + 16) of a tile as A.
+template <int kDim, int kRows>
+__device__ __forceinline__ void load_a(OperandA<kRows>& a, uint32_t tile, int row, int step) {
+  using Tile = SmemTile<kDim>;
+  const uint32_t address = tile + Tile::offset(row + lane_id() % 16, lane_id() / 16);
+#pragma unroll
+  for (int m = 0; m < kRows / 16; ++m)
+    ldmatrix_x4(a.r[m], Tile::advance(address, 2 * step) + 16 * m * Tile::kRowBytes);
+}
+
+// S += A K^T for one k16 step over head_dim: K (kCols keys, kDim) lies row by row.
+template <typename In, int kDim, int kRows, int kCols>
+__device__ __forceinline__ void mma_abt(Accumulator<kRows, kCols>& acc, const OperandA<kRows>& a,
+                                        uint32_t tile, int step) {
+  using Tile = SmemTile<kDim>;
+  const int lane = lane_id();
+  const uint32_t address = tile + Tile::offset(lane % 8 + 8 * (lane / 16), (lane / 8) % 2);
+#pragma unroll
+  for (int n = 0; n < kCols / 16; ++n) {
+    uint32_t b[4];
+    ldmatrix_x4(b, Tile::advance(address, 2 * step) + 16 * n * Tile::kRowBytes);
+#pragma unroll
+    for (int m = 0; m < kRows / 16; ++m) {
+      mma_m16n8k16<In>(acc.x[m][2 * n], a.r[m], b[0], b[1]);
+      mma_m16n8k16<In>(acc.x[m][2 * n + 1], a.r[m], b[2], b[3]);
+    }
+  }
+}
+
+// The A operand of k16 step `step` made of an accumulator's own registers: P as it is.
+template <typename In, int kRows, int kCols>
+__device__ __forceinline__ OperandA<kRows> as_operand(const Accumulator<kRows, kCols>& p,
+                                                      int step) {
+  OperandA<kRows> a;
+#pragma unroll
+  for (int m = 0; m < kRows / 16; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float(&x)[4] = p.x[m][2 * step + half];
+      a.r[m][2 * half] = pack2<In>(x[0], x[1]);
+      a.r[m][2 * half + 1] = pack2<In>(x[2], x[3]);
+    }
+  return a;
+}
+
+// O += A V for one k16 step over the keys: V (keys, kDim) lies row by row, read transposed.
+template <typename In, int kDim, int kRows, int kCols>
+__device__ __forceinline__ void mma_ab(Accumulator<kRows, kCols>& acc, const OperandA<kRows>& a,
+                                       uint32_t tile, int step) {
+  using Tile = SmemTile<kDim>;
+  const uint32_t address = tile + Tile::offset(lane_id() % 16, lane_id() / 16);
+#pragma unroll
+  for (int n = 0; n < kCols / 16; ++n) {
+    uint32_t b[4];
+    ldmatrix_x4_trans(b, Tile::advance(address, 2 * n) + 16 * step * Tile::kRowBytes);
+#pragma unroll
+    for (int m = 0; m < kRows / 16; ++m) {
+      mma_m16n8k16<In>(acc.x[m][2 * n], a.r[m], b[0], b[1]);
+      mma_m16n8k16<In>(acc.x[m][2 * n + 1], a.r[m], b[2], b[3]);
+    }
+  }
+}
+
+// Drops and scales probabilities; first_row and first_key are those of the tile inside the sequence.
+// One Philox call serves the 16 keys of a row and a group of 64 that this lane holds.
+template <int kRows, int kCols>
+__device__ __forceinline__ void apply_dropout(Accumulator<kRows, kCols>& acc,
+                                              const Dropout& dropout, int sequence, int head,
+                                              int first_row, int first_key) {
+  using Acc = Accumulator<kRows, kCols>;
+  constexpr int kGroupBlocks = Dropout::kGroup / 8;  // 8-column blocks of a group
+  constexpr int kBlocks = Acc::kColBlocks < kGroupBlocks ? Acc::kColBlocks : kGroupBlocks;
+  const float scale = dropout.keep_scale();
+  const int first_block = kBlocks == kGroupBlocks ? 0 : first_key % Dropout::kGroup / 8;
+#pragma unroll
+  for (int slot = 0; slot < Acc::kRowsPerThread; ++slot)
+#pragma unroll
+    for (int group = 0; group < Acc::kColBlocks / kBlocks; ++group) {
+      const Philox4 random =
+          dropout.bytes(sequence, head, first_row + Acc::row(slot),
+                        first_key / Dropout::kGroup + group, lane_id() % 4);
+#pragma unroll
+      for (int n = 0; n < kBlocks; ++n)
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          float& prob = acc.x[slot / 2][group * kBlocks + n][2 * (slot % 2) + c];
+          prob = dropout.keep_byte(random, first_block + n, c) ? prob * scale : 0.f;
+        }
+    }
+}
+
+// Writes the tile, rows multiplied by scale[slot], as 16-bit elements into shared memory.
+template <typename In, int kDim, int kRows, int kCols>
+__device__ __forceinline__ void store_tile(const Accumulator<kRows, kCols>& acc, char* tile,
+                                           int row, const float* scale) {
+  const int lane = lane_id();
+#pragma unroll
+  for (int m = 0; m < kRows / 16; ++m)
+#pragma unroll
+    for (int n = 0; n < kCols / 8; ++n)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float s = scale[2 * m + half];
+        const int at = SmemTile<kDim>::offset(row + 16 * m + 8 * half + lane / 4, n);
+        *reinterpret_cast<uint32_t*>(tile + at + 4 * (lane % 4)) =
+            pack2<In>(acc.x[m][n][2 * half] * s, acc.x[m][n][2 * half + 1] * s);
+      }
+}
+
+}  // namespace flash::cuda

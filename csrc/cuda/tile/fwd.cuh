@@ -1,0 +1,364 @@
+// Forward of the tile class: FlashAttention-2's loop on matrix instructions that take register
+// fragments.
+//
+// A block owns kBlockM query rows of one (sequence, head); a warp owns kWarpRows of them and shares
+// no statistics with the others. K and V come in steps of kBlockN keys through two stages of shared
+// memory: while step n is computed, the copy of step n - 1 is in flight. Steps run from the last
+// key backwards, so that the masked tiles of a causal block come first.
+//
+// Who waits: once a step every thread waits for its own copies, then one block barrier says that
+// everybody's have landed and that everybody has left the other stage, which the next copy fills.
+#pragma once
+
+#include "../../common/dropout.h"
+#include "../../common/score.h"
+#include "../../common/softmax.h"
+#include "../../common/tile_range.h"
+#include "../../params.h"
+
+#include "../launch.h"
+
+#include <config.h>
+#include <copy.h>
+#include <fragment.h>
+
+namespace flash::cuda {
+
+// What changes registers or the loop, and so is compiled apart.
+enum class ScoreKind { kPlain, kModified };  // plain: the scaled product, nothing else
+enum class DropoutKind { kOff, kOn };
+
+template <typename In_, int kDim_, int kSmemKB, ScoreKind kScore_, DropoutKind kDropout_>
+struct FwdTraits {
+  using In = In_;
+  using Shape = typename FwdConfig<kDim_, kSmemKB>::Shape;
+  static constexpr int kDim = kDim_;  // head_dim and head_dim_v, padded
+  static constexpr ScoreKind kScore = kScore_;
+  static constexpr DropoutKind kDropout = kDropout_;
+};
+
+template <typename Traits>
+struct FwdStorage {
+  using Shape = typename Traits::Shape;
+  struct Stage {
+    char k[Shape::kBlockN * Traits::kDim * 2];
+    char v[Shape::kBlockN * Traits::kDim * 2];
+  };
+  char q[Shape::kBlockM * Traits::kDim * 2];  // later the block's O
+  Stage stage[2];
+};
+
+// Heads that one band holds: their K and V stay in L2 together (64 heads of 4k x 128 keys are 134 MB,
+// but blocks of a band start within a few heads of each other).
+constexpr int kFwdBandHeads = 16;
+
+// Which (query block, head, sequence) a block works on. Neighbours share a head, so that its K and V
+// stay in L2; within a band of heads the longest rows of a causal mask start first, so that no long
+// block is left for the end.
+struct FwdGrid {
+  int m_blocks;
+  int band;  // heads whose blocks are ordered together
+
+  __device__ __forceinline__ void locate(const AttnParams& p, int& m_block, int& head,
+                                         int& batch) const {
+    const int64_t heads = static_cast<int64_t>(p.batch) * p.num_heads;
+    const int64_t first = blockIdx.x / (static_cast<int64_t>(band) * m_blocks) * band;
+    const int64_t in_band = blockIdx.x - first * m_blocks;
+    const int64_t width = min_of<int64_t>(band, heads - first);
+    m_block = m_blocks - 1 - static_cast<int>(in_band / width);
+    const int64_t at = first + in_band % width;
+    head = static_cast<int>(at % p.num_heads);
+    batch = static_cast<int>(at / p.num_heads);
+  }
+};
+
+template <typename Traits>
+class FwdBlock {
+  using In = typename Traits::In;
+  using Shape = typename Traits::Shape;
+  using Storage = FwdStorage<Traits>;
+  static constexpr int kDim = Traits::kDim;
+  static constexpr int kBlockM = Shape::kBlockM;
+  static constexpr int kBlockN = Shape::kBlockN;
+  static constexpr int kWarpRows = Shape::kWarpRows;
+  static constexpr int kSteps = kDim / 16;  // k16 steps of a score product
+  static constexpr bool kPlain = Traits::kScore == ScoreKind::kPlain;
+  using AccS = Accumulator<kWarpRows, kBlockN>;
+  using AccO = Accumulator<kWarpRows, kDim>;
+  static constexpr int kSlots = AccO::kRowsPerThread;
+
+ public:
+  __device__ __forceinline__ FwdBlock(const FwdParams& params, Storage& storage, int m_block,
+                                      int head_, int batch_)
+      : p(params),
+        smem(storage),
+        head(head_),
+        batch(batch_),
+        seq(seq_info(p.side_q, p.side_k, batch)),
+        mask{seq.seqlen_q, seq.seqlen_k, p.window_left, p.window_right},
+        rows(intersect(block_range(m_block, kBlockM), {0, seq.seqlen_q})),
+        seen(mask.keys_of(rows)),
+        first_row(m_block * kBlockM + warp_id() * kWarpRows),
+        copy_k(p.k, batch, seq.offset_k, head / p.group(), p.head_dim),
+        copy_v(p.v, batch, seq.offset_k, head / p.group(), p.head_dim_v) {}
+
+  // The schedule of a block.
+  __device__ __forceinline__ void run() {
+    if (rows.empty()) return;
+    const Range blocks = blocks_of(seen, kBlockN);
+    start(blocks);
+    for (int n_block = blocks.end - 1; n_block >= blocks.begin; --n_block) {
+      copy_wait<0>();
+      __syncthreads();  // step n_block has landed; everybody has left the other stage
+      if (n_block > blocks.begin) load_kv(n_block - 1);
+      copy_commit();
+      if (Shape::kQInRegs && n_block == blocks.end - 1) keep_q();
+      if (mask.is_edge(rows, block_range(n_block, kBlockN)))
+        step<true>(n_block);
+      else
+        step<false>(n_block);
+    }
+    finish();
+  }
+
+ private:
+  __device__ __forceinline__ void start(Range blocks) {
+    const TileCopy<kDim, kBlockM, Shape::kThreads> copy_q(p.q, batch, seq.offset_q, head,
+                                                          p.head_dim);
+    copy_q.issue(smem.q, rows.begin, rows);
+    if (!blocks.empty()) load_kv(blocks.end - 1);
+    copy_commit();
+    acc_o.clear();
+#pragma unroll
+    for (int slot = 0; slot < kSlots; ++slot) {
+      row_max[slot] = -INFINITY;
+      row_sum[slot] = 0.f;
+    }
+    if (kPlain) {
+      exp_scale = static_cast<float>(p.softmax_scale) * kLog2e;
+    } else {
+      exp_scale = kLog2e;
+      score = make_score<float>(static_cast<float>(p.softmax_scale),
+                                static_cast<float>(p.softcap), bias(),
+                                head_value(p.alibi_slopes, 0.f), mask.diagonal());
+    }
+    if (Traits::kDropout == DropoutKind::kOn)
+      dropout = Dropout::make(p.rng_state, p.dropout_threshold);
+  }
+
+  __device__ __forceinline__ void load_kv(int n_block) {
+    typename Storage::Stage& stage = smem.stage[n_block & 1];
+    copy_k.issue(stage.k, n_block * kBlockN, seen);
+    copy_v.issue(stage.v, n_block * kBlockN, seen);
+  }
+
+  __device__ __forceinline__ void keep_q() {
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k)
+      load_a<kDim, kWarpRows>(reg_q[Shape::kQInRegs ? k : 0], smem_address(smem.q),
+                              warp_id() * kWarpRows, k);
+  }
+
+  // One tile: the same code for edges and the inside.
+  template <bool kEdge>
+  __device__ __forceinline__ void step(int n_block) {
+    const Range keys = block_range(n_block, kBlockN);
+    const uint32_t k = smem_address(smem.stage[n_block & 1].k);
+    const uint32_t v = smem_address(smem.stage[n_block & 1].v);
+    AccS acc_s;
+    acc_s.clear();
+    gemm_qk(acc_s, k);
+    score_and_mask<kEdge>(acc_s, keys);
+    online_softmax(acc_s);
+    if (Traits::kDropout == DropoutKind::kOn)  // after the sum: lse does not know of dropout
+      apply_dropout(acc_s, dropout, batch, head, first_row, keys.begin);
+    gemm_pv(acc_s, v);
+  }
+
+  __device__ __forceinline__ void gemm_qk(AccS& acc_s, uint32_t k_tile) {
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) {
+      if (!Shape::kQInRegs)
+        load_a<kDim, kWarpRows>(reg_q[0], smem_address(smem.q), warp_id() * kWarpRows, k);
+      mma_abt<In, kDim>(acc_s, reg_q[Shape::kQInRegs ? k : 0], k_tile, k);
+    }
+  }
+
+  template <bool kEdge>
+  __device__ __forceinline__ void score_and_mask(AccS& acc_s, Range keys) {
+    if (!kPlain) {
+      acc_s.for_each([&](float& s, int slot, int col) {
+        const int i = first_row + AccS::row(slot), j = keys.begin + col;
+        // A bias has no element outside the sequence; what the mask hides there is never looked at.
+        if (!kEdge || (i < seq.seqlen_q && j < seq.seqlen_k)) s = score.apply(s, i, j);
+      });
+    }
+    if (kEdge) {
+      acc_s.for_each([&](float& s, int slot, int col) {
+        const int i = first_row + AccS::row(slot), j = keys.begin + col;
+        s = j >= mask.first_key(i) && j < mask.end_key(i) ? s : -INFINITY;
+      });
+    }
+  }
+
+  // s becomes p = exp(s - row_max) in powers of two. Sum and output follow the maximum only where
+  // it moved: a warp whose rows all kept theirs skips the product with O.
+  __device__ __forceinline__ void online_softmax(AccS& acc_s) {
+    float m_new[kSlots];
+#pragma unroll
+    for (int slot = 0; slot < kSlots; ++slot) m_new[slot] = row_max[slot];
+    acc_s.for_each([&](float s, int slot, int) { m_new[slot] = fmaxf(m_new[slot], s); });
+    bool moved = false;
+#pragma unroll
+    for (int slot = 0; slot < kSlots; ++slot) {
+      m_new[slot] = AccS::reduce_row(m_new[slot], [](float a, float b) { return fmaxf(a, b); });
+      moved |= m_new[slot] != row_max[slot];
+    }
+    if (warp_any(moved)) rescale(m_new);
+    float shift[kSlots];  // what is subtracted; 0 where nothing was seen, for s - m would be NaN
+#pragma unroll
+    for (int slot = 0; slot < kSlots; ++slot) {
+      const float m = row_max[slot] == -INFINITY ? 0.f : row_max[slot];
+      shift[slot] = kPlain ? m * exp_scale : m;
+    }
+    acc_s.for_each([&](float& s, int slot, int) {
+      // One multiply-add where the maximum is an ordinary product; a bias may push it to 1e38,
+      // where only the difference keeps its digits.
+      s = exp2_approx(kPlain ? s * exp_scale - shift[slot] : (s - shift[slot]) * exp_scale);
+      row_sum[slot] += s;
+    });
+  }
+
+  __device__ __forceinline__ void rescale(const float (&m_new)[kSlots]) {
+    float factor[kSlots];
+#pragma unroll
+    for (int slot = 0; slot < kSlots; ++slot) {
+      factor[slot] = m_new[slot] == row_max[slot]
+                         ? 1.f
+                         : exp2_approx((row_max[slot] - m_new[slot]) * exp_scale);
+      row_max[slot] = m_new[slot];
+      row_sum[slot] *= factor[slot];
+    }
+    acc_o.for_each([&](float& o, int slot, int) { o *= factor[slot]; });
+  }
+
+  __device__ __forceinline__ void gemm_pv(const AccS& acc_s, uint32_t v_tile) {
+#pragma unroll
+    for (int k = 0; k < kBlockN / 16; ++k)
+      mma_ab<In, kDim>(acc_o, as_operand<In>(acc_s, k), v_tile, k);
+  }
+
+  __device__ __forceinline__ void finish() {
+    float out_scale[kSlots];
+    const float to_natural = kPlain ? static_cast<float>(p.softmax_scale) : 1.f;
+    const float sink = head_value(p.sinks, -INFINITY);
+    float* lse = static_cast<float*>(p.lse);
+#pragma unroll
+    for (int slot = 0; slot < kSlots; ++slot) {
+      const float sum = AccO::reduce_row(row_sum[slot], [](float a, float b) { return a + b; });
+      const float m = row_max[slot] == -INFINITY ? -INFINITY : row_max[slot] * to_natural;
+      const RowEnd<float> end = finish_row(m, sum, sink);
+      const int i = first_row + AccO::row(slot);
+      if (AccO::owns_row() && i < rows.end) lse[p.row_index(batch, head, seq, i)] = end.lse;
+      out_scale[slot] = end.out_scale;
+    }
+    store_o(out_scale);
+  }
+
+  // O passes through the rows of Q that only this warp reads.
+  __device__ __forceinline__ void store_o(const float (&out_scale)[kSlots]) {
+    copy_wait<0>();
+    __syncthreads();  // a block whose loop was empty still has copies of Q in flight
+    const int row = warp_id() * kWarpRows;
+    store_tile<In, kDim>(acc_o, smem.q, row, out_scale);
+    warp_barrier();
+    const int count = min_of(kWarpRows, rows.end - first_row);
+    char* data = static_cast<char*>(p.out.data) + 2 * p.out.at(batch, seq.offset_q, head);
+    if (count > 0)
+      copy_out<kDim>(data, 2 * p.out.row_stride, p.head_dim_v, p.head_dim_v % 8 == 0, smem.q, row,
+                     first_row, count);
+  }
+
+  __device__ __forceinline__ float head_value(const HeadValues& values, float otherwise) const {
+    if (!values.data) return otherwise;
+    return static_cast<const float*>(values.data)[batch * values.batch_stride + head];
+  }
+
+  __device__ __forceinline__ BiasMatrix bias() const {
+    const int64_t at = batch * p.bias.batch_stride + head * p.bias.head_stride;
+    return {p.bias.data ? static_cast<const char*>(p.bias.data) + at * dtype_size(p.bias.dtype)
+                        : nullptr,
+            p.bias.row_stride, p.bias.key_stride, p.bias.dtype};
+  }
+
+  static constexpr float kLog2e = 1.4426950408889634f;
+
+  const FwdParams& p;
+  Storage& smem;
+  const int head, batch;
+  const SeqInfo seq;
+  const Mask mask;
+  const Range rows;     // this block's, inside the sequence
+  const Range seen;     // keys that they see
+  const int first_row;  // of this warp
+  const TileCopy<kDim, kBlockN, Shape::kThreads> copy_k, copy_v;
+
+  OperandA<kWarpRows> reg_q[Shape::kQInRegs ? kSteps : 1];
+  AccO acc_o;
+  float row_max[kSlots];
+  float row_sum[kSlots];  // this thread's share; joined at the end
+  float exp_scale;        // from the unit of row_max to powers of two
+  Score<float> score;
+  Dropout dropout;
+};
+
+template <typename Traits>
+__global__ void __launch_bounds__(Traits::Shape::kThreads, Traits::Shape::kMinBlocks)
+    fwd_kernel(const __grid_constant__ FwdParams p, const FwdGrid grid) {
+  extern __shared__ __align__(128) char storage[];
+  int m_block, head, batch;
+  grid.locate(p, m_block, head, batch);
+  FwdBlock<Traits>(p, *reinterpret_cast<FwdStorage<Traits>*>(storage), m_block, head, batch)
+      .run();
+}
+
+template <typename Traits>
+void launch_fwd(const FwdParams& p, const Launch& launch) {
+  using Shape = typename Traits::Shape;
+  const auto kernel = &fwd_kernel<Traits>;
+  constexpr int kSmemBytes = sizeof(FwdStorage<Traits>);
+  check(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
+                             cudaFuncAttributeMaxDynamicSharedMemorySize, kSmemBytes),
+        "the shared memory of a forward kernel");
+  const int64_t heads = static_cast<int64_t>(p.batch) * p.num_heads;
+  const int m_blocks = ceil_div(p.side_q.max_seqlen, Shape::kBlockM);
+  const FwdGrid grid = {m_blocks, static_cast<int>(min_of<int64_t>(heads, kFwdBandHeads))};
+  kernel<<<grid_size(heads * m_blocks), Shape::kThreads, kSmemBytes,
+           static_cast<cudaStream_t>(launch.stream)>>>(p, grid);
+  check(cudaGetLastError(), "a forward kernel");
+}
+
+// The kernel for the run-time features of a problem.
+template <typename In, int kDim, int kSmemKB>
+void fwd(const FwdParams& p, const Launch& launch) {
+  const bool plain =
+      p.softcap == 0 && !p.bias.data && !p.alibi_slopes.data && p.softmax_scale > 0;
+  const auto run = [&](auto score, auto dropout) {
+    launch_fwd<FwdTraits<In, kDim, kSmemKB, decltype(score)::value, decltype(dropout)::value>>(
+        p, launch);
+  };
+  const auto with_score = [&](auto score) {
+    if (p.dropout_threshold > 0)
+      run(score, Constant<DropoutKind::kOn>{});
+    else
+      run(score, Constant<DropoutKind::kOff>{});
+  };
+  if (plain)
+    with_score(Constant<ScoreKind::kPlain>{});
+  else
+    with_score(Constant<ScoreKind::kModified>{});
+}
+
+inline size_t fwd_workspace(const FwdParams&) { return 0; }
+
+}  // namespace flash::cuda

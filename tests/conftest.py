@@ -1,0 +1,46 @@
+"""Where the suite runs and what it leaves out there.
+
+`pytest --device cuda` runs the same tests on a GPU. Tests marked `gpu` need one in any case.
+"""
+
+import hypothesis
+import pytest
+import torch
+
+hypothesis.settings.register_profile(
+    "flash_ext", deadline=None, derandomize=True, print_blob=False, database=None
+)
+hypothesis.settings.load_profile("flash_ext")
+
+
+def pytest_addoption(parser):
+    parser.addoption("--device", default="cpu", help="the device that the tests run on")
+
+
+@pytest.fixture(scope="session")
+def device(request):
+    """The device that inputs are made on."""
+    return request.config.getoption("--device")
+
+
+@pytest.fixture(scope="session")
+def dtype(device):
+    """The most precise dtype that the device's kernels take, fp64 aside."""
+    return torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16
+
+
+def pytest_collection_modifyitems(config, items):
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="gpu: this machine has none"))
+
+
+@pytest.fixture
+def two_threads():
+    """At least two threads of torch, and the old number afterwards."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
