@@ -76,7 +76,7 @@ bool has_gaps_k(const AttnArgs& args) { return args.varlen() || args.seqused_k; 
 // Nothing to attend from, or nothing to attend to and no sink to fill in for it.
 bool is_empty(const AttnParams& p) {
   return p.num_rows() == 0 || p.batch == 0 ||
-         (p.side_k.max_seqlen == 0 && !p.sinks.data) || p.side_q.max_seqlen == 0;
+         (p.side_k.longest() == 0 && !p.sinks.data) || p.side_q.longest() == 0;
 }
 
 std::tuple<Tensor, Tensor> run_fwd(AttnArgs& args) {

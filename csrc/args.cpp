@@ -155,11 +155,11 @@ void fill_side(const char* name, SeqSide& side, int64_t total, const OptTensor& 
                const OptTensor& seqused, std::optional<int64_t> max_seqlen) {
   const int64_t longest = max_seqlen.value_or(total);
   if (longest < 0) refuse(name, " is ", longest, "; allowed is 0 or more");
-  check_at_most(name, min_of(longest, total), kMaxSeqlen,
+  check_at_most(name, longest, kMaxSeqlen,
                 "give the longest sequence's length, or cut the sequence into chunks and join "
                 "them with flash_ext.merge");
   side.total = total;
-  side.max_seqlen = static_cast<int>(min_of(longest, total));
+  side.max_seqlen = static_cast<int>(longest);
   side.cu_seqlens = cu_seqlens ? static_cast<const int32_t*>(cu_seqlens->const_data_ptr()) : nullptr;
   side.seqused = seqused ? static_cast<const int32_t*>(seqused->const_data_ptr()) : nullptr;
 }

@@ -38,9 +38,8 @@ def pytest_collection_modifyitems(config, items):
 
 
 @pytest.fixture
-def two_threads():
-    """At least two threads of torch, and the old number afterwards."""
+def restored_threads():
+    """torch's number of threads is put back after the test."""
     before = torch.get_num_threads()
-    torch.set_num_threads(2)
     yield
     torch.set_num_threads(before)

@@ -10,11 +10,12 @@ from dataclasses import replace
 import pytest
 import torch
 from util import (
+    ALL_FEATURES,
     DTYPE_NAMES,
     GRADIENT_NAMES,
     Case,
+    assert_close_to_reference,
     assert_lse_close,
-    assert_same,
     assert_same_specials,
     check,
     cumulative,
@@ -23,7 +24,6 @@ from util import (
     make_qkv,
     pairwise,
     reference_options,
-    run,
     run_inputs,
     run_reference_inputs,
     same_bits,
@@ -207,6 +207,31 @@ def test_every_head_dim(first, device, dtype):
         torch.testing.assert_close(lse.double(), expected_lse, rtol=0, atol=1e-4)
 
 
+NOTICED = {
+    "an entry of out": lambda result: result.out[0, 3, 1].mul_(1.05),
+    "a row of out": lambda result: result.out[1, 40].zero_(),
+    "lse": lambda result: result.lse[0, 1, 5].add_(0.01),
+    "a missing row": lambda result: result.lse[0, 1, 5].fill_(-math.inf),
+    **{
+        f"d{name}": lambda result, name=name: result.grads[name].mul_(1.1)
+        for name in GRADIENT_NAMES
+    },
+}
+
+
+@pytest.mark.parametrize("what", NOTICED)
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=DTYPE_NAMES.get)
+def test_the_comparison_notices(what, dtype, device):
+    """What the comparison is worth: small wrongs that it must not let pass."""
+    case = Case(bias="1hqk", alibi="h", sinks="finite", softcap=8.0, causal=True, dtype=dtype)
+    skip_unless_served(case, device)
+    inputs = make_inputs(case, device)
+    result = run_inputs(inputs)
+    NOTICED[what](result)
+    with pytest.raises(AssertionError, match=r"seed 0.*: (worst|-inf)"):
+        assert_close_to_reference(result, *run_reference_inputs(inputs), inputs, "case, seed 0")
+
+
 # ---- masks ---------------------------------------------------------------------------------------
 
 
@@ -242,68 +267,17 @@ def test_masks_written_out(seqlens, window, causal, device, dtype):
 def test_a_window_of_w_tokens_is_w_minus_one_and_zero(device, dtype):
     """Eight tokens, window of 3: row i sees keys i - 2 to i."""
     q, k, v = make_qkv((8,), (8,), 1, 1, 8, dtype=dtype, device=device)
-    out, lse = flash_ext.attention(q, k, v, window=(2, 0), return_lse=True)
+    _, lse = flash_ext.attention(q, k, v, window=(2, 0), return_lse=True)
     p = flash_ext.attn_probs(q, k, lse, window=(2, 0))
     for i in range(8):
         assert p[0, 0, i].nonzero().flatten().tolist() == list(range(max(0, i - 2), i + 1))
-
-
-NOTHING_HIDDEN = [
-    {"window": (99, -1)},
-    {"window": (-1, 64)},
-    {"window": (99, 64)},
-    {"window": (2**31, 2**31 - 1)},
-    {"window": (2**40, 2**62)},
-]
-
-
-@pytest.mark.parametrize("layout", ["dense", "varlen"])
-@pytest.mark.parametrize("options", NOTHING_HIDDEN, ids=str)
-def test_a_window_that_hides_nothing_leaves_the_bits(options, layout, device, dtype):
-    for features in ({}, {"softcap": 3.0, "bias": "11qk", "alibi": "h"}):
-        case = Case(layout=layout, dtype=dtype, **features)
-        assert_same(run(case, device), run(replace(case, **options), device))
-
-
-@pytest.mark.parametrize("seqlens", [(65, 100), (100, 65)])
-def test_causal_is_a_right_window_of_zero(seqlens, device, dtype):
-    case = Case(seqlens_q=seqlens[:1], seqlens_k=seqlens[1:], causal=True, dtype=dtype)
-    expected = run(case, device)
-    assert_same(expected, run(replace(case, causal=False, window=(-1, 0)), device))
-    assert_same(expected, run(replace(case, window=(2**20, 7)), device))
-
-
-def off_values():
-    """Arguments that are given and do nothing."""
-    return {
-        "sinks -inf": {"sinks": torch.full((4,), -math.inf)},
-        "slopes 0": {"alibi_slopes": torch.zeros(4)},
-        "bias 0": {"bias": torch.zeros(1, 1, 1, 1)},
-        "mask true": {"bias": torch.ones(1, 1, 65, 100, dtype=torch.bool)},
-        "softcap 0": {"softcap": 0.0},
-        "dropout below 1/512": {"dropout_p": 0.0019, "rng_state": torch.tensor([1, 2])},
-        "rng_state without dropout": {"rng_state": torch.tensor([1, 2])},
-        "default scale": {"softmax_scale": 32**-0.5},
-        "seqused of all": {"seqused_k": lengths((100, 100)), "seqused_q": lengths((65, 65))},
-        "deterministic": {"deterministic": True},
-    }
-
-
-@pytest.mark.parametrize("name", off_values())
-def test_an_argument_that_does_nothing_leaves_the_bits(name, device, dtype):
-    inputs = make_inputs(Case(dtype=dtype), device)
-    options = {
-        n: x.to(device) if isinstance(x, torch.Tensor) else x for n, x in off_values()[name].items()
-    }
-    expected = run_inputs(inputs)
-    assert_same(expected, run_inputs(inputs.replace(**options), needed=("q", "k", "v")))
 
 
 # ---- edges ---------------------------------------------------------------------------------------
 
 
 def blind(kind, device):
-    """Options under which the first 35 of 65 rows see none of the keys, and which rows those are."""
+    """Options under which the first 35 of 65 rows see none of the keys, and which rows."""
     rows = torch.zeros(65, dtype=torch.bool, device=device)
     rows[:35] = True
     mask = (~rows)[None, None, :, None].expand(1, 1, 65, 30).contiguous()
@@ -421,25 +395,6 @@ def test_an_infinite_sink_value_of_a_row_that_sees_keys(device, dtype):
 
 # ---- gradients -----------------------------------------------------------------------------------
 
-ALL_FEATURES = {
-    **{"bias": "1hqk", "alibi": "bh", "sinks": "some", "softcap": 4.0, "dropout_p": 0.2},
-    **{"causal": True, "window": (50, -1), "seqused_k": (100, 40)},
-}
-
-
-@pytest.mark.parametrize("features", [{}, ALL_FEATURES, {**ALL_FEATURES, "bias": "b11k"}], ids=str)
-@pytest.mark.parametrize("layout", ["dense", "varlen"])
-def test_any_subset_of_gradients_has_the_same_bits(features, layout, device, dtype):
-    case = Case(**features, layout=layout, dtype=dtype)
-    inputs = make_inputs(case, device)
-    expected = run_inputs(inputs)
-    names = list(inputs.differentiable())
-    subsets = [{name} for name in names] + [{*names} - {name} for name in names] + [set()]
-    for subset in subsets:
-        result = run_inputs(inputs, needed=subset)
-        assert set(result.grads) == subset
-        assert_same(expected, result, f"only {subset}")
-
 
 def test_the_operator_computes_what_is_needed_alone(device, dtype):
     inputs = make_inputs(Case(**ALL_FEATURES, dtype=dtype), device)
@@ -454,18 +409,6 @@ def test_the_operator_computes_what_is_needed_alone(device, dtype):
             needed=needed,
         )
         assert [grad is not None for grad in grads] == list(needed)
-
-
-def test_an_unused_lse_leaves_the_bits(device, dtype):
-    for features in ({}, ALL_FEATURES):
-        inputs = make_inputs(Case(**features, dtype=dtype), device)
-        unused = run_inputs(inputs.replace(dlse=None))
-        zero = run_inputs(inputs.replace(dlse=torch.zeros_like(inputs.dlse)))
-        used = run_inputs(inputs)
-        assert_same(unused, zero)
-        assert same_bits(unused.out, used.out) and same_bits(unused.lse, used.lse)
-        assert same_bits(unused.grads["v"], used.grads["v"])  # dv does not know of dlse
-        assert not torch.equal(unused.grads["q"], used.grads["q"])
 
 
 def test_a_loss_of_lse_alone(device, dtype):
@@ -493,7 +436,7 @@ def test_grouped_heads_equal_repeated_ones(device, dtype):
 
 
 def test_expanded_tensors(device, dtype):
-    """Stride 0 over heads, rows or the batch: the values of a copy, the gradient summed by expand."""
+    """Stride 0 over heads, rows or the batch: the values of a copy, the gradient summed."""
     case = Case(num_heads_k=1, bias="1111", alibi="h", dtype=dtype)
     inputs = make_inputs(case, device)
     shapes = {"k": (2, 100, 4, 32), "v": (2, 100, 4, 32), "bias": (2, 4, 65, 100)}
@@ -510,39 +453,6 @@ def test_expanded_tensors(device, dtype):
         other = expected.grads[name]
         scale = other.abs().max().item() + 1
         torch.testing.assert_close(grad, other, rtol=0, atol=tolerance * scale, msg=name)
-
-
-@pytest.mark.parametrize("make", [lambda x: x.expand(2, 65, 4, 32), lambda x: x.contiguous()])
-def test_dout_of_stride_zero(make, device, dtype):
-    inputs = make_inputs(Case(dtype=dtype), device)
-    ones = torch.ones((), dtype=dtype, device=device).expand(2, 65, 4, 32)
-    expected = run_inputs(inputs.replace(dout=ones.contiguous()))
-    assert_same(expected, run_inputs(inputs.replace(dout=make(ones))))
-
-
-def test_backward_takes_out_and_lse_of_any_strides(device, dtype):
-    inputs = make_inputs(Case(sinks="finite", dtype=dtype), device)
-    first = [getattr(inputs, name) for name in GRADIENT_NAMES]
-    options = {"page_table": None, **reference_options(inputs)}
-    options |= dict(zip(GRADIENT_NAMES[3:], first[3:], strict=True))
-    out, lse = torch.ops.flash.attn(*first, **reference_options(inputs))
-    needed = [True, True, True, False, False, True]
-
-    def backward(arrange):
-        tensors = (inputs.dout, inputs.dlse, *first[:3], out, lse)
-        tensors = (arrange(x) for x in tensors)
-        return torch.ops.flash.attn_backward(*tensors, **options, needed=needed)
-
-    def last_stride_two(x):
-        return torch.stack([x, torch.full_like(x, math.nan)], dim=-1)[..., 0]
-
-    def backwards_in_memory(x):
-        return x.permute(*reversed(range(x.dim()))).contiguous().permute(*reversed(range(x.dim())))
-
-    expected = backward(lambda x: x)
-    for arrange in (last_stride_two, backwards_in_memory):
-        for a, b in zip(expected, backward(arrange), strict=True):
-            assert (a is None and b is None) or same_bits(a, b)
 
 
 # ---- layouts -------------------------------------------------------------------------------------
@@ -588,15 +498,6 @@ def test_packed_sequences_equal_dense_ones(options, device, dtype):
     for name in "kv":
         assert packed.grads[name][: keys[0]].eq(0).all()
         assert packed.grads[name][keys[-1] :].eq(0).all()
-
-
-def test_max_seqlen_shortens_sequences(device, dtype):
-    case = Case(layout="varlen", seqlens_q=(20, 70), seqlens_k=(90, 10), dtype=dtype, causal=True)
-    inputs = make_inputs(case, device)
-    short = run_inputs(inputs.replace(max_seqlen_q=40, max_seqlen_k=64))
-    used = {"seqused_q": lengths((20, 40), device), "seqused_k": lengths((64, 10), device)}
-    assert_same(run_inputs(inputs.replace(**used)), short)
-    assert short.out[60:].eq(0).all() and short.lse[:, 60:].isneginf().all()
 
 
 def test_seqused_equals_shorter_tensors(device, dtype):
@@ -744,7 +645,7 @@ def test_merge_of_two_key_sets_is_attention_over_both(dtype, device):
     for name, x in (("out", out), *zip(leaves, grads, strict=True)):
         exact, rounded = ((r.out if name == "out" else r.grads[name]).double() for r in (ref, pt))
         error = (x.double() - exact).abs().max()
-        limit = 4 * (rounded - exact).abs().max() + 8 * torch.finfo(dtype).eps
+        limit = 4 * (rounded - exact).abs().max() + 8 * torch.finfo(x.dtype).eps
         assert error <= limit, f"{name}: error {error:.3g}, allowed {limit:.3g}"
 
 
@@ -759,7 +660,8 @@ def test_merge_of_parts_without_keys(device, dtype):
         merged = flash_ext.merge(*parts)
         assert same_bits(merged[0], out) and same_bits(merged[1], lse)
         grads = torch.autograd.grad(merged, [out, lse, blank, never], [inputs.dout, inputs.dlse])
-        assert torch.equal(grads[0], inputs.dout) and torch.equal(grads[1], inputs.dlse)
+        assert torch.equal(grads[0], inputs.dout)
+        torch.testing.assert_close(grads[1], inputs.dlse, rtol=1e-5, atol=1e-5)
         assert grads[2].eq(0).all() and grads[3].eq(0).all()
     merged = flash_ext.merge(blank, never, blank, never)
     assert merged[0].eq(0).all() and merged[1].isneginf().all()

@@ -181,7 +181,7 @@ size_t fwd_workspace(const FwdParams& p) {
 
 template <typename In>
 void fwd(const FwdParams& p, const Launch& launch) {
-  const int64_t m_blocks = ceil_div(p.side_q.max_seqlen, kBlockM);
+  const int64_t m_blocks = ceil_div(p.side_q.longest(), kBlockM);
   const int64_t heads = static_cast<int64_t>(p.batch) * p.num_heads;
   parallel(launch, heads * m_blocks * p.num_splits, [&](int64_t begin, int64_t end) {
     FwdTile<In> tile(p);

@@ -61,7 +61,7 @@ size_t probs_workspace(const ProbsParams&) {
 
 template <typename In>
 void probs(const ProbsParams& p, const Launch& launch) {
-  const int64_t m_blocks = ceil_div(p.side_q.max_seqlen, kBlockM);
+  const int64_t m_blocks = ceil_div(p.side_q.longest(), kBlockM);
   const int64_t heads = static_cast<int64_t>(p.batch) * p.num_heads;
   parallel(launch, heads * m_blocks, [&](int64_t begin, int64_t end) {
     ProbsTile<In> tile(p);

@@ -1,57 +1,94 @@
 // Tile sizes of the mma.sync class: the only place where they stand.
 //
-// A row is chosen by the architecture's shared memory and the head-dim bucket. Shared memory is Q
-// (kBlockM rows) and two stages of K and V (kBlockN rows each): 2 kDim (kBlockM + 4 kBlockN) bytes.
+// A row is chosen by the head-dim bucket and by what a block may use of shared memory: 99 KB (sm86,
+// sm89, sm120), 163 (sm80, sm87) or 227 (sm90, sm100). Shared memory holds Q (kBlockM rows) and two
+// stages of K and V (kBlockN rows each): 2 kDim (kBlockM + 4 kBlockN) bytes. Figures are TFLOP/s on
+// an H200, bf16, full mask, 16k tokens, at seqlen 1k / 4k / 16k; docs/performance.md has the log.
 #pragma once
 
 namespace flash::cuda {
 
-template <int kBlockM_, int kBlockN_, int kWarps_, int kMinBlocks_, bool kQInRegs_>
+// Whether the product of O with its correction is skipped where no row maximum of the warp moved.
+enum class Rescale { kAlways, kWhenMoved };
+
+// Whether the first score product waits for all of the first copies, or for Q and K only.
+enum class FirstCopy { kTogether, kKeysFirst };
+
+template <int kBlockM_, int kBlockN_, int kWarps_, int kMinBlocks_,
+          Rescale kRescale_ = Rescale::kWhenMoved, FirstCopy kFirstCopy_ = FirstCopy::kTogether>
 struct TileShape {
-  static constexpr int kBlockM = kBlockM_;      // query rows of a block
-  static constexpr int kBlockN = kBlockN_;      // keys of a step
-  static constexpr int kWarps = kWarps_;        // rows are split over them
+  static constexpr int kBlockM = kBlockM_;        // query rows of a block
+  static constexpr int kBlockN = kBlockN_;        // keys of a step
+  static constexpr int kWarps = kWarps_;          // rows are split over them
   static constexpr int kMinBlocks = kMinBlocks_;  // blocks that share a multiprocessor
-  static constexpr bool kQInRegs = kQInRegs_;   // Q stays in registers over the whole loop
+  static constexpr Rescale kRescale = kRescale_;
+  static constexpr FirstCopy kFirstCopy = kFirstCopy_;
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kWarpRows = kBlockM / kWarps;
 };
 
-// kSmemKB: what a block may use; 99 (sm86, sm89, sm120), 163 (sm80, sm87), 227 (sm90, sm100).
 template <int kDim, int kSmemKB>
 struct FwdConfig;
 
+// 32 rows a warp: every key that is read from shared memory serves two row blocks. 128 keys against
+// 64: 295 / 323 / 328 against 287 / 321 / 329, and causal 1k at least as fast.
 template <int kSmemKB>
 struct FwdConfig<64, kSmemKB> {
-  using Shape = TileShape<128, 64, 4, 3, true>;
+  using Shape = TileShape<128, 128, 4, 2>;
 };
+template <>
+struct FwdConfig<64, 99> {
+  using Shape = TileShape<128, 64, 4, 2>;
+};
+
 template <int kSmemKB>
 struct FwdConfig<96, kSmemKB> {
-  using Shape = TileShape<128, 64, 4, 2, false>;
+  using Shape = TileShape<128, 64, 4, 2>;
 };
+template <>
+struct FwdConfig<96, 99> {
+  using Shape = TileShape<64, 64, 4, 1>;
+};
+
+// Two blocks of 96 KB fill 227 KB: 337 / 368 / 368; with 32 keys 310 / 348 / 342. 163 KB hold two
+// blocks only with 32 keys.
 template <int kSmemKB>
 struct FwdConfig<128, kSmemKB> {
-  using Shape = TileShape<128, 64, 4, kSmemKB >= 227 ? 2 : 1, false>;
+  using Shape = TileShape<128, 64, 4, 2>;
 };
+template <>
+struct FwdConfig<128, 163> {
+  using Shape = TileShape<128, 32, 4, 2>;
+};
+template <>
+struct FwdConfig<128, 99> {
+  using Shape = TileShape<64, 32, 4, 2>;
+};
+
+// From here on one block a multiprocessor, eight warps of 16 rows. The branch around the product
+// with O costs more than it saves, because the compiler schedules a step as one piece without it:
+// 259 / 290 / 297 against 250 / 278 / 292.
 template <int kSmemKB>
 struct FwdConfig<192, kSmemKB> {
-  using Shape = TileShape<128, 64, 8, 1, false>;
+  using Shape = TileShape<128, 64, 8, 1, Rescale::kAlways>;
 };
 template <>
 struct FwdConfig<192, 99> {
-  using Shape = TileShape<64, 32, 4, 1, false>;
+  using Shape = TileShape<64, 32, 4, 1, Rescale::kAlways>;
 };
+
+// 292 / 317 / 321; with the branch 285 / 313 / 322, with all first copies awaited 291 / 316 / 321.
 template <int kSmemKB>
 struct FwdConfig<256, kSmemKB> {
-  using Shape = TileShape<128, 64, 8, 1, false>;
+  using Shape = TileShape<128, 64, 8, 1, Rescale::kAlways, FirstCopy::kKeysFirst>;
 };
 template <>
 struct FwdConfig<256, 163> {
-  using Shape = TileShape<128, 32, 8, 1, false>;
+  using Shape = TileShape<128, 32, 8, 1, Rescale::kAlways, FirstCopy::kKeysFirst>;
 };
 template <>
 struct FwdConfig<256, 99> {
-  using Shape = TileShape<64, 32, 4, 1, false>;
+  using Shape = TileShape<64, 32, 4, 1, Rescale::kAlways, FirstCopy::kKeysFirst>;
 };
 
 }  // namespace flash::cuda

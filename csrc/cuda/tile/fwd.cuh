@@ -8,6 +8,7 @@
 //
 // Who waits: once a step every thread waits for its own copies, then one block barrier says that
 // everybody's have landed and that everybody has left the other stage, which the next copy fills.
+// Nobody waits for another warp's products.
 #pragma once
 
 #include "../../common/dropout.h"
@@ -56,19 +57,21 @@ constexpr int kFwdBandHeads = 16;
 // stay in L2; within a band of heads the longest rows of a causal mask start first, so that no long
 // block is left for the end.
 struct FwdGrid {
-  int m_blocks;
-  int band;  // heads whose blocks are ordered together
+  unsigned m_blocks;
+  unsigned band;  // heads whose blocks are ordered together
 
+  // 32-bit unsigned throughout (a grid has at most 2^31 blocks): a 64-bit division here costs every
+  // block hundreds of cycles before its first copy.
   __device__ __forceinline__ void locate(const AttnParams& p, int& m_block, int& head,
                                          int& batch) const {
-    const int64_t heads = static_cast<int64_t>(p.batch) * p.num_heads;
-    const int64_t first = blockIdx.x / (static_cast<int64_t>(band) * m_blocks) * band;
-    const int64_t in_band = blockIdx.x - first * m_blocks;
-    const int64_t width = min_of<int64_t>(band, heads - first);
-    m_block = m_blocks - 1 - static_cast<int>(in_band / width);
-    const int64_t at = first + in_band % width;
-    head = static_cast<int>(at % p.num_heads);
-    batch = static_cast<int>(at / p.num_heads);
+    const unsigned heads = static_cast<unsigned>(p.batch) * static_cast<unsigned>(p.num_heads);
+    const unsigned first = blockIdx.x / (band * m_blocks) * band;
+    const unsigned in_band = blockIdx.x - first * m_blocks;
+    const unsigned width = min_of(band, heads - first);
+    m_block = static_cast<int>(m_blocks - 1 - in_band / width);
+    const unsigned at = first + in_band % width;
+    batch = static_cast<int>(at / static_cast<unsigned>(p.num_heads));
+    head = static_cast<int>(at % static_cast<unsigned>(p.num_heads));
   }
 };
 
@@ -82,6 +85,7 @@ class FwdBlock {
   static constexpr int kBlockN = Shape::kBlockN;
   static constexpr int kWarpRows = Shape::kWarpRows;
   static constexpr int kSteps = kDim / 16;  // k16 steps of a score product
+  static constexpr bool kKeysFirst = Shape::kFirstCopy == FirstCopy::kKeysFirst;
   static constexpr bool kPlain = Traits::kScore == ScoreKind::kPlain;
   using AccS = Accumulator<kWarpRows, kBlockN>;
   using AccO = Accumulator<kWarpRows, kDim>;
@@ -108,15 +112,17 @@ class FwdBlock {
     const Range blocks = blocks_of(seen, kBlockN);
     start(blocks);
     for (int n_block = blocks.end - 1; n_block >= blocks.begin; --n_block) {
-      copy_wait<0>();
-      __syncthreads();  // step n_block has landed; everybody has left the other stage
-      if (n_block > blocks.begin) load_kv(n_block - 1);
+      const bool keys_only = kKeysFirst && n_block == blocks.end - 1;
+      wait_copies(keys_only);  // step n_block has landed; everybody has left the other stage
+      if (n_block > blocks.begin) {
+        load_k(n_block - 1);
+        load_v(n_block - 1);
+      }
       copy_commit();
-      if (Shape::kQInRegs && n_block == blocks.end - 1) keep_q();
       if (mask.is_edge(rows, block_range(n_block, kBlockN)))
-        step<true>(n_block);
+        step<true>(n_block, keys_only);
       else
-        step<false>(n_block);
+        step<false>(n_block, keys_only);
     }
     finish();
   }
@@ -126,7 +132,9 @@ class FwdBlock {
     const TileCopy<kDim, kBlockM, Shape::kThreads> copy_q(p.q, batch, seq.offset_q, head,
                                                           p.head_dim);
     copy_q.issue(smem.q, rows.begin, rows);
-    if (!blocks.empty()) load_kv(blocks.end - 1);
+    if (!blocks.empty()) load_k(blocks.end - 1);
+    if (kKeysFirst) copy_commit();
+    if (!blocks.empty()) load_v(blocks.end - 1);
     copy_commit();
     acc_o.clear();
 #pragma unroll
@@ -146,22 +154,25 @@ class FwdBlock {
       dropout = Dropout::make(p.rng_state, p.dropout_threshold);
   }
 
-  __device__ __forceinline__ void load_kv(int n_block) {
-    typename Storage::Stage& stage = smem.stage[n_block & 1];
-    copy_k.issue(stage.k, n_block * kBlockN, seen);
-    copy_v.issue(stage.v, n_block * kBlockN, seen);
+  __device__ __forceinline__ void load_k(int n_block) {
+    copy_k.issue(smem.stage[n_block & 1].k, n_block * kBlockN, seen);
+  }
+  __device__ __forceinline__ void load_v(int n_block) {
+    copy_v.issue(smem.stage[n_block & 1].v, n_block * kBlockN, seen);
   }
 
-  __device__ __forceinline__ void keep_q() {
-#pragma unroll
-    for (int k = 0; k < kSteps; ++k)
-      load_a<kDim, kWarpRows>(reg_q[Shape::kQInRegs ? k : 0], smem_address(smem.q),
-                              warp_id() * kWarpRows, k);
+  // With all_but_last the newest group of copies may still be in flight.
+  __device__ __forceinline__ void wait_copies(bool all_but_last) {
+    if (all_but_last)
+      copy_wait<1>();
+    else
+      copy_wait<0>();
+    __syncthreads();
   }
 
   // One tile: the same code for edges and the inside.
   template <bool kEdge>
-  __device__ __forceinline__ void step(int n_block) {
+  __device__ __forceinline__ void step(int n_block, bool keys_only) {
     const Range keys = block_range(n_block, kBlockN);
     const uint32_t k = smem_address(smem.stage[n_block & 1].k);
     const uint32_t v = smem_address(smem.stage[n_block & 1].v);
@@ -172,15 +183,16 @@ class FwdBlock {
     online_softmax(acc_s);
     if (Traits::kDropout == DropoutKind::kOn)  // after the sum: lse does not know of dropout
       apply_dropout(acc_s, dropout, batch, head, first_row, keys.begin);
+    if (keys_only) wait_copies(true);  // the first V; the next step's copies stay in flight
     gemm_pv(acc_s, v);
   }
 
   __device__ __forceinline__ void gemm_qk(AccS& acc_s, uint32_t k_tile) {
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
-      if (!Shape::kQInRegs)
-        load_a<kDim, kWarpRows>(reg_q[0], smem_address(smem.q), warp_id() * kWarpRows, k);
-      mma_abt<In, kDim>(acc_s, reg_q[Shape::kQInRegs ? k : 0], k_tile, k);
+      OperandA<kWarpRows> q;
+      load_a<kDim, kWarpRows>(q, smem_address(smem.q), warp_id() * kWarpRows, k);
+      mma_abt<In, kDim>(acc_s, q, k_tile, k);
     }
   }
 
@@ -201,8 +213,8 @@ class FwdBlock {
     }
   }
 
-  // s becomes p = exp(s - row_max) in powers of two. Sum and output follow the maximum only where
-  // it moved: a warp whose rows all kept theirs skips the product with O.
+  // s becomes p = exp(s - row_max) in powers of two. Sum and output follow the maximum where it
+  // moved; with Rescale::kWhenMoved a warp whose rows all kept theirs skips the product with O.
   __device__ __forceinline__ void online_softmax(AccS& acc_s) {
     float m_new[kSlots];
 #pragma unroll
@@ -214,7 +226,7 @@ class FwdBlock {
       m_new[slot] = AccS::reduce_row(m_new[slot], [](float a, float b) { return fmaxf(a, b); });
       moved |= m_new[slot] != row_max[slot];
     }
-    if (warp_any(moved)) rescale(m_new);
+    if (Shape::kRescale == Rescale::kAlways || warp_any(moved)) rescale(m_new);
     float shift[kSlots];  // what is subtracted; 0 where nothing was seen, for s - m would be NaN
 #pragma unroll
     for (int slot = 0; slot < kSlots; ++slot) {
@@ -303,7 +315,6 @@ class FwdBlock {
   const int first_row;  // of this warp
   const TileCopy<kDim, kBlockN, Shape::kThreads> copy_k, copy_v;
 
-  OperandA<kWarpRows> reg_q[Shape::kQInRegs ? kSteps : 1];
   AccO acc_o;
   float row_max[kSlots];
   float row_sum[kSlots];  // this thread's share; joined at the end
@@ -331,8 +342,9 @@ void launch_fwd(const FwdParams& p, const Launch& launch) {
                              cudaFuncAttributeMaxDynamicSharedMemorySize, kSmemBytes),
         "the shared memory of a forward kernel");
   const int64_t heads = static_cast<int64_t>(p.batch) * p.num_heads;
-  const int m_blocks = ceil_div(p.side_q.max_seqlen, Shape::kBlockM);
-  const FwdGrid grid = {m_blocks, static_cast<int>(min_of<int64_t>(heads, kFwdBandHeads))};
+  const int m_blocks = ceil_div(p.side_q.longest(), Shape::kBlockM);
+  const FwdGrid grid = {static_cast<unsigned>(m_blocks),
+                        static_cast<unsigned>(min_of<int64_t>(heads, kFwdBandHeads))};
   kernel<<<grid_size(heads * m_blocks), Shape::kThreads, kSmemBytes,
            static_cast<cudaStream_t>(launch.stream)>>>(p, grid);
   check(cudaGetLastError(), "a forward kernel");

@@ -1,0 +1,205 @@
+"""Random calls against the reference and against each other, drawn by hypothesis.
+
+The examples are the same in every run (derandomize) and no later run replays old ones.
+"""
+
+import math
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from util import (
+    Case,
+    assert_close_to_reference,
+    check,
+    make_inputs,
+    run_inputs,
+    run_reference_inputs,
+    same_bits,
+)
+
+import flash_ext
+from flash_ext import reference
+
+DTYPES = st.sampled_from([torch.float32, torch.float32, torch.bfloat16, torch.float16])
+HEADS = st.sampled_from([(1, 1), (2, 1), (2, 2), (4, 2), (3, 1), (5, 5)])
+# Edges of tiles and what lies between.
+SEQLENS = st.one_of(st.integers(0, 12), st.sampled_from([63, 64, 65, 127, 128, 129]))
+SIDES = st.one_of(st.just(-1), st.integers(0, 8), st.integers(0, 140))
+HEAD_DIMS = st.one_of(st.integers(1, 40), st.sampled_from([64, 80, 96, 128, 256]))
+
+
+@st.composite
+def cases(draw, **fixed):
+    """Any case; `fixed` are strategies for some of its fields."""
+    layout = draw(fixed.get("layout", st.sampled_from(["dense", "varlen"])))
+    if layout == "dense":
+        batch = draw(st.integers(1, 2))
+        seqlens_q, seqlens_k = (draw(SEQLENS),) * batch, (draw(SEQLENS),) * batch
+        layout_fields = {}
+    else:
+        batch = draw(st.integers(1, 4))
+        seqlens_q, seqlens_k = (tuple(draw(SEQLENS) for _ in range(batch)) for _ in "qk")
+        layout_fields = {
+            "gap": draw(st.tuples(st.integers(0, 3), st.integers(0, 3))),
+            "max_seqlen": draw(st.sampled_from(["exact", "none", "loose"])),
+        }
+    used = st.one_of(st.none(), st.tuples(*[st.integers(0, 140)] * batch))
+    bias = draw(st.one_of(st.none(), st.tuples(*map(st.sampled_from, ("b1", "h1", "q1", "k1")))))
+    num_heads, num_heads_k = draw(HEADS)
+    head_dim = draw(HEAD_DIMS)
+    case = {
+        "layout": layout,
+        "seqlens_q": seqlens_q,
+        "seqlens_k": seqlens_k,
+        "num_heads": num_heads,
+        "num_heads_k": num_heads_k,
+        "head_dim": head_dim,
+        "head_dim_v": draw(st.one_of(st.just(head_dim), HEAD_DIMS)),
+        "dtype": draw(fixed.get("dtype", DTYPES)),
+        "causal": draw(st.booleans()),
+        "window": (draw(SIDES), draw(SIDES)),
+        "softcap": draw(st.sampled_from([0.0, 0.0, 1.0, 8.0])),
+        "bias": bias and "".join(bias),
+        "bias_dtype": draw(st.sampled_from([None, torch.float32, torch.bool])),
+        "bias_hides": draw(st.sampled_from([0.0, 0.0, 0.3])),
+        "alibi": draw(st.sampled_from([None, None, "h", "bh"])),
+        "sinks": draw(st.sampled_from([None, None, "finite", "some"])),
+        "dropout_p": draw(fixed.get("dropout_p", st.sampled_from([0.0, 0.0, 0.1, 0.5, 1.0]))),
+        "seqused_q": draw(used),
+        "seqused_k": draw(used),
+        "softmax_scale": draw(st.sampled_from([None, 0.2, 1.0])),
+        "num_splits": draw(st.sampled_from([0, 0, 1, 2, 5])),
+        "lse_grad": draw(st.booleans()),
+        "strides": draw(st.sampled_from(["plain", "transposed", "odd", "last"])),
+        "seed": draw(st.integers(0, 2**20)),
+        **layout_fields,
+    }
+    return Case(**case)
+
+
+@settings(max_examples=250)
+@given(case=cases())
+def test_any_call_equals_the_reference(case, device):
+    if case.max_seqlen == "loose" and case.bias:
+        case = Case(**{**vars(case), "max_seqlen": "exact"})
+    check(case, device)
+
+
+@settings(max_examples=60)
+@given(case=cases(dropout_p=st.just(0.0), dtype=st.just(torch.float32)), at=st.integers(0, 130))
+def test_two_key_sets_merge_into_one(case, at, device):
+    """Dense or packed; masks go by the whole key set, so they are written out as one."""
+    if case.layout == "varlen" or case.sinks or torch.device(device).type != "cpu":
+        return
+    inputs = make_inputs(Case(**{**vars(case), "strides": "plain"}), device)
+    q, k, v = inputs.q, inputs.k, inputs.v
+    options = {"softcap": case.softcap, "softmax_scale": case.softmax_scale}
+    generator = torch.Generator().manual_seed(case.seed)
+    shape = (q.shape[0], 1, q.shape[1], k.shape[1])
+    mask = (torch.rand(shape, generator=generator) < 0.4).to(device)
+    whole = flash_ext.attention(q, k, v, mask, **options, return_lse=True)
+    parts = [
+        flash_ext.attention(q, k[:, part], v[:, part], mask[..., part], **options, return_lse=True)
+        for part in (slice(0, at), slice(at, None))
+    ]
+    out, lse = flash_ext.merge(*parts[0], *parts[1])
+    scale = max(1.0, lse[lse.isfinite()].abs().max().item() if lse.isfinite().any() else 1.0)
+    torch.testing.assert_close(lse, whole[1], rtol=0, atol=2e-6 * scale)
+    torch.testing.assert_close(out, whole[0], rtol=0, atol=1e-5 * scale)
+
+
+@settings(max_examples=60)
+@given(case=cases(dropout_p=st.sampled_from([0.0, 0.3])))
+def test_the_probabilities_make_the_output(case, device):
+    """out = sum_j p_ij v_j with the dropped entries out and the kept ones scaled."""
+    if case.layout == "varlen" or case.seqlens_q[0] == 0 or case.seqlens_k[0] == 0:
+        return
+    inputs = make_inputs(case, device)
+    first = (inputs.q, inputs.k, inputs.v, inputs.bias, inputs.alibi_slopes, inputs.sinks)
+    out, lse = flash_ext.attention(*first, **inputs.options, return_lse=True)
+    options = {n: x for n, x in inputs.options.items() if n not in ("deterministic", "num_splits")}
+    p = flash_ext.attn_probs(inputs.q, inputs.k, lse, *first[3:5], **options).double()
+    if case.dropout_p > 0:
+        threshold = int(256 * case.dropout_p + 0.5)
+        p = torch.where(torch.signbit(p), 0, p * 256 / (256 - threshold))
+    v = inputs.v.double().repeat_interleave(case.num_heads // case.num_heads_k, dim=2)
+    expected = torch.einsum("bhij,bjhd->bihd", p, v)
+    eps = torch.finfo(case.dtype).eps
+    torch.testing.assert_close(out.double(), expected, rtol=8 * eps, atol=max(8 * eps, 1e-4))
+
+
+@settings(max_examples=60)
+@given(case=cases(), shift=st.sampled_from([-1e4, -3.0, 7.0, 1e4]))
+def test_a_shift_of_all_scores_moves_lse_alone(case, shift, device):
+    """A bias of one number: out as it was, lse + shift, where no sink holds its place."""
+    if case.sinks or case.dtype not in (torch.float32,) or torch.device(device).type != "cpu":
+        return
+    case = Case(**{**vars(case), "bias": None, "strides": "plain"})
+    inputs = make_inputs(case, device)
+    plain = run_inputs(inputs)
+    bias = torch.full((1, 1, 1, 1), shift)
+    shifted = run_inputs(inputs.replace(bias=bias), needed=("q", "k", "v"))
+    tolerance = 2e-6 * max(abs(shift), 50)
+    torch.testing.assert_close(shifted.out, plain.out, rtol=0, atol=10 * tolerance)
+    torch.testing.assert_close(shifted.lse, plain.lse + shift, rtol=2e-6, atol=tolerance)
+
+
+@settings(max_examples=40)
+@given(case=cases(layout=st.just("dense"), dropout_p=st.just(0.0)))
+def test_the_order_of_the_batch_does_not_matter(case, device):
+    """Without dropout, whose mask knows the place in the batch."""
+    inputs = make_inputs(Case(**{**vars(case), "strides": "plain", "num_splits": 1}), device)
+    names = ("q", "k", "v", "dout", "dlse", "bias", "alibi_slopes", "seqused_q", "seqused_k")
+    tensors = {n: x for n, x in inputs.tensors().items() if n in names}
+    flipped = inputs.replace(
+        **{
+            n: x.flip(0)
+            if x.shape[0] == case.batch and (n != "alibi_slopes" or x.dim() == 2)
+            else x
+            for n, x in tensors.items()
+        }
+    )
+    a, b = run_inputs(inputs), run_inputs(flipped)
+    assert same_bits(a.out, b.out.flip(0)) and same_bits(a.lse, b.lse.flip(0))
+    for name in "qkv":
+        assert same_bits(a.grads[name], b.grads[name].flip(0))
+
+
+@settings(max_examples=40)
+@given(
+    dropout_p=st.floats(0, 1),
+    words=st.tuples(*[st.integers(-(2**63), 2**63 - 1)] * 2),
+    shape=st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 70), st.integers(1, 140)),
+)
+def test_the_kept_set_is_the_generators(dropout_p, words, shape, device):
+    batch, num_heads, seqlen_q, seqlen_k = shape
+    state = torch.tensor(words, dtype=torch.int64)
+    keep = reference.dropout_keep(state, dropout_p, batch, num_heads, seqlen_q, seqlen_k)
+    q = torch.zeros(batch, seqlen_q, num_heads, 1, dtype=torch.bfloat16, device=device)
+    k = torch.zeros(batch, seqlen_k, num_heads, 1, dtype=torch.bfloat16, device=device)
+    lse = torch.full((batch, num_heads, seqlen_q), math.log(seqlen_k), device=device)
+    options = {"dropout_p": dropout_p, "rng_state": state.to(device)}
+    p = flash_ext.attn_probs(q, k, lse, **options)
+    assert torch.equal(~torch.signbit(p).cpu(), keep)
+
+
+@settings(max_examples=40)
+@given(
+    seed=st.integers(0, 2**20),
+    extreme=st.sampled_from([1e-30, 1e-8, 30.0, 1e3]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    causal=st.booleans(),
+)
+def test_extreme_magnitudes(seed, extreme, dtype, causal, device):
+    """Scores from 0 to one-hot softmax: no NaN; where the dtype can say it, right."""
+    case = Case(
+        seqlens_q=(70,), seqlens_k=(70,), head_dim=16, dtype=dtype, seed=seed, causal=causal
+    )
+    inputs = make_inputs(case, device)
+    inputs = inputs.replace(q=inputs.q * extreme, k=inputs.k * min(extreme, 30.0))
+    result = run_inputs(inputs)
+    assert all(torch.isfinite(x).all() for x in result.tensors().values())
+    if extreme < 100:
+        ref, pt = run_reference_inputs(inputs)
+        assert_close_to_reference(result, ref, pt, inputs, f"{case}, seed {seed}")
