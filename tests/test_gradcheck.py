@@ -134,7 +134,7 @@ def test_differentiating_twice_is_refused_by_name():
     out, lse = flash_ext.attention(*leaves, return_lse=True)
     for result in (out, lse):
         (grad,) = torch.autograd.grad(result.sum(), leaves[:1], create_graph=True)
-        with pytest.raises(NotImplementedError, match="flash::attn_backward.*double backward"):
+        with pytest.raises(NotImplementedError, match=r"flash::attn_backward.*double backward"):
             grad.sum().backward()
 
 

@@ -97,6 +97,10 @@ SINGLE = {
     "varlen, gaps": {"layout": "varlen", "gap": (3, 5)},
     "varlen, no max_seqlen": {"layout": "varlen", "max_seqlen": "none", "window": (9, 0)},
     "varlen, max_seqlen too large": {"layout": "varlen", "max_seqlen": "loose"},
+    "varlen, max_seqlen beyond the total": {
+        **{"layout": "varlen", "seqlens_q": (9,), "seqlens_k": (20,), "max_seqlen": "loose"},
+        **{"bias": "11qk", "causal": True},
+    },
     "varlen, seqused": {"layout": "varlen", "seqused_q": (65, 7), "seqused_k": (30, 100)},
     "varlen, one sequence": {"layout": "varlen", "seqlens_q": (65,), "seqlens_k": (100,)},
     "varlen, bias": {

@@ -96,7 +96,7 @@ class BwdTile {
 
   // dscore times d score / d product: what dq and dk are made of.
   void to_product_grad(const Head<T>& h, Range rows) {
-    const T scale = h.score.first.scale;
+    const T scale = h.score.scale;
     const int count = rows.size() * kBlockN;
     if (p.softcap > 0) {
       for (int e = 0; e < count; ++e) dp[e] = dp[e] == T(0) ? T(0) : dp[e] * score_grad[e];

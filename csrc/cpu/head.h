@@ -58,7 +58,7 @@ struct Head {
     for (int i = rows.begin; i < rows.end; ++i) {
       T* row = tile + (i - rows.begin) * kBlockN;
       if (is_plain) {
-        const T scale = score.first.scale;
+        const T scale = score.scale;
         for (int c = 0; c < kBlockN; ++c) row[c] *= scale;
       } else {
         // Never beyond the sequence: a bias has no element there.

@@ -81,11 +81,9 @@ def merge_into(path: Path, content: dict) -> dict:
 
 
 def _included(file: Path, root: Path) -> Iterator[Path]:
-    """The files of the tree that `file` includes.
+    """The files of the tree that `file` includes, from beside it or from root.
 
-    Quotes look beside the file, then in root. Angle brackets take, beside the includer's own
-    folder, whatever the tree has by that name where the compiler is pointed: an AMD unit finds
-    hip/fragment.h, an NVIDIA one the neighbour; here the neighbour, or else root.
+    For <fragment.h>, <config.h> and <copy.h> the neighbour is what NVIDIA's units are given.
     """
     for quoted, angled in _INCLUDE.findall(file.read_text(encoding="utf-8")):
         for base in (file.parent, root):
@@ -125,12 +123,11 @@ def _manifest(csrc: Path):
 def _manifest_entries(csrc: Path) -> dict[str, str]:
     """{kernel name: its translation unit, table entry and flags}, of every architecture."""
     manifest = _manifest(csrc)
-    entries = {}
-    for arch in manifest.BUILT_ARCHS:
-        for kernel in manifest.kernels(arch, "x86_64"):  # whose table has every instruction set
-            text = kernel.source() + kernel.entry() + " ".join(kernel.flags)
-            entries[kernel.name] = text
-    return entries
+    return {
+        kernel.name: kernel.source() + kernel.entry() + " ".join(kernel.flags)
+        for arch in manifest.BUILT_ARCHS
+        for kernel in manifest.kernels(arch, "x86_64")  # the one with every instruction set
+    }
 
 
 def fingerprint(kernel: str, csrc: Path = ROOT / "csrc") -> str:
@@ -155,4 +152,6 @@ def hash_of(text: str, root: Path) -> str:
 
 def stale(rows: list[dict], csrc: Path = ROOT / "csrc") -> list[dict]:
     """The rows whose kernel's sources have changed since they were measured."""
-    return [row for row in rows if row.get("sources", "") != fingerprint(row["kernel"], csrc)]
+    return [
+        row for row in rows if row.get("sources", "") != fingerprint(row.get("kernel", ""), csrc)
+    ]

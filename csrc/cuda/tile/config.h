@@ -11,22 +11,20 @@ namespace flash::cuda {
 // Whether the product of O with its correction is skipped where no row maximum of the warp moved.
 enum class Rescale { kAlways, kWhenMoved };
 
-// Whether the first score product waits for all of the first copies, or for Q and K only.
-enum class FirstCopy { kTogether, kKeysFirst };
-
 template <int kBlockM_, int kBlockN_, int kWarps_, int kMinBlocks_,
-          Rescale kRescale_ = Rescale::kWhenMoved, FirstCopy kFirstCopy_ = FirstCopy::kTogether>
+          Rescale kRescale_ = Rescale::kWhenMoved>
 struct TileShape {
   static constexpr int kBlockM = kBlockM_;        // query rows of a block
   static constexpr int kBlockN = kBlockN_;        // keys of a step
   static constexpr int kWarps = kWarps_;          // rows are split over them
   static constexpr int kMinBlocks = kMinBlocks_;  // blocks that share a multiprocessor
   static constexpr Rescale kRescale = kRescale_;
-  static constexpr FirstCopy kFirstCopy = kFirstCopy_;
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kWarpRows = kBlockM / kWarps;
 };
 
+// Shape serves the plain scaled product, ModifiedShape scores that softcap, bias or ALiBi change:
+// where those need registers that the plain step does not have to spare, with fewer keys a step.
 template <int kDim, int kSmemKB>
 struct FwdConfig;
 
@@ -35,19 +33,23 @@ struct FwdConfig;
 template <int kSmemKB>
 struct FwdConfig<64, kSmemKB> {
   using Shape = TileShape<128, 128, 4, 2>;
+  using ModifiedShape = TileShape<128, 64, 4, 2>;
 };
 template <>
 struct FwdConfig<64, 99> {
   using Shape = TileShape<128, 64, 4, 2>;
+  using ModifiedShape = Shape;
 };
 
 template <int kSmemKB>
 struct FwdConfig<96, kSmemKB> {
   using Shape = TileShape<128, 64, 4, 2>;
+  using ModifiedShape = Shape;
 };
 template <>
 struct FwdConfig<96, 99> {
   using Shape = TileShape<64, 64, 4, 1>;
+  using ModifiedShape = Shape;
 };
 
 // Two blocks of 96 KB fill 227 KB: 337 / 368 / 368; with 32 keys 310 / 348 / 342. 163 KB hold two
@@ -55,14 +57,17 @@ struct FwdConfig<96, 99> {
 template <int kSmemKB>
 struct FwdConfig<128, kSmemKB> {
   using Shape = TileShape<128, 64, 4, 2>;
+  using ModifiedShape = TileShape<128, 32, 4, 2>;
 };
 template <>
 struct FwdConfig<128, 163> {
   using Shape = TileShape<128, 32, 4, 2>;
+  using ModifiedShape = Shape;
 };
 template <>
 struct FwdConfig<128, 99> {
   using Shape = TileShape<64, 32, 4, 2>;
+  using ModifiedShape = Shape;
 };
 
 // From here on one block a multiprocessor, eight warps of 16 rows. The branch around the product
@@ -71,24 +76,29 @@ struct FwdConfig<128, 99> {
 template <int kSmemKB>
 struct FwdConfig<192, kSmemKB> {
   using Shape = TileShape<128, 64, 8, 1, Rescale::kAlways>;
+  using ModifiedShape = Shape;
 };
 template <>
 struct FwdConfig<192, 99> {
   using Shape = TileShape<64, 32, 4, 1, Rescale::kAlways>;
+  using ModifiedShape = Shape;
 };
 
-// 292 / 317 / 321; with the branch 285 / 313 / 322, with all first copies awaited 291 / 316 / 321.
+// 289 / 313 / 318; with the branch 286 / 313 / 323.
 template <int kSmemKB>
 struct FwdConfig<256, kSmemKB> {
-  using Shape = TileShape<128, 64, 8, 1, Rescale::kAlways, FirstCopy::kKeysFirst>;
+  using Shape = TileShape<128, 64, 8, 1, Rescale::kAlways>;
+  using ModifiedShape = Shape;
 };
 template <>
 struct FwdConfig<256, 163> {
-  using Shape = TileShape<128, 32, 8, 1, Rescale::kAlways, FirstCopy::kKeysFirst>;
+  using Shape = TileShape<128, 32, 8, 1, Rescale::kAlways>;
+  using ModifiedShape = Shape;
 };
 template <>
 struct FwdConfig<256, 99> {
-  using Shape = TileShape<64, 32, 4, 1, Rescale::kAlways, FirstCopy::kKeysFirst>;
+  using Shape = TileShape<64, 32, 4, 1, Rescale::kAlways>;
+  using ModifiedShape = Shape;
 };
 
 }  // namespace flash::cuda

@@ -32,7 +32,9 @@ enum class DropoutKind { kOff, kOn };
 template <typename In_, int kDim_, int kSmemKB, ScoreKind kScore_, DropoutKind kDropout_>
 struct FwdTraits {
   using In = In_;
-  using Shape = typename FwdConfig<kDim_, kSmemKB>::Shape;
+  using Config = FwdConfig<kDim_, kSmemKB>;
+  using Shape = std::conditional_t<kScore_ == ScoreKind::kPlain, typename Config::Shape,
+                                   typename Config::ModifiedShape>;
   static constexpr int kDim = kDim_;  // head_dim and head_dim_v, padded
   static constexpr ScoreKind kScore = kScore_;
   static constexpr DropoutKind kDropout = kDropout_;
@@ -49,9 +51,8 @@ struct FwdStorage {
   Stage stage[2];
 };
 
-// Heads that one band holds: their K and V stay in L2 together (64 heads of 4k x 128 keys are 134 MB,
-// but blocks of a band start within a few heads of each other).
-constexpr int kFwdBandHeads = 16;
+// Bytes of K and V whose heads are worked on together: a good half of an H200's 60 MB of L2.
+constexpr int64_t kFwdBandBytes = int64_t{32} << 20;
 
 // Which (query block, head, sequence) a block works on. Neighbours share a head, so that its K and V
 // stay in L2; within a band of heads the longest rows of a causal mask start first, so that no long
@@ -85,7 +86,6 @@ class FwdBlock {
   static constexpr int kBlockN = Shape::kBlockN;
   static constexpr int kWarpRows = Shape::kWarpRows;
   static constexpr int kSteps = kDim / 16;  // k16 steps of a score product
-  static constexpr bool kKeysFirst = Shape::kFirstCopy == FirstCopy::kKeysFirst;
   static constexpr bool kPlain = Traits::kScore == ScoreKind::kPlain;
   using AccS = Accumulator<kWarpRows, kBlockN>;
   using AccO = Accumulator<kWarpRows, kDim>;
@@ -112,17 +112,14 @@ class FwdBlock {
     const Range blocks = blocks_of(seen, kBlockN);
     start(blocks);
     for (int n_block = blocks.end - 1; n_block >= blocks.begin; --n_block) {
-      const bool keys_only = kKeysFirst && n_block == blocks.end - 1;
-      wait_copies(keys_only);  // step n_block has landed; everybody has left the other stage
-      if (n_block > blocks.begin) {
-        load_k(n_block - 1);
-        load_v(n_block - 1);
-      }
+      copy_wait<0>();
+      __syncthreads();  // step n_block has landed; everybody has left the other stage
+      if (n_block > blocks.begin) load_kv(n_block - 1);
       copy_commit();
       if (mask.is_edge(rows, block_range(n_block, kBlockN)))
-        step<true>(n_block, keys_only);
+        step<true>(n_block);
       else
-        step<false>(n_block, keys_only);
+        step<false>(n_block);
     }
     finish();
   }
@@ -132,9 +129,7 @@ class FwdBlock {
     const TileCopy<kDim, kBlockM, Shape::kThreads> copy_q(p.q, batch, seq.offset_q, head,
                                                           p.head_dim);
     copy_q.issue(smem.q, rows.begin, rows);
-    if (!blocks.empty()) load_k(blocks.end - 1);
-    if (kKeysFirst) copy_commit();
-    if (!blocks.empty()) load_v(blocks.end - 1);
+    if (!blocks.empty()) load_kv(blocks.end - 1);
     copy_commit();
     acc_o.clear();
 #pragma unroll
@@ -154,25 +149,15 @@ class FwdBlock {
       dropout = Dropout::make(p.rng_state, p.dropout_threshold);
   }
 
-  __device__ __forceinline__ void load_k(int n_block) {
-    copy_k.issue(smem.stage[n_block & 1].k, n_block * kBlockN, seen);
-  }
-  __device__ __forceinline__ void load_v(int n_block) {
-    copy_v.issue(smem.stage[n_block & 1].v, n_block * kBlockN, seen);
-  }
-
-  // With all_but_last the newest group of copies may still be in flight.
-  __device__ __forceinline__ void wait_copies(bool all_but_last) {
-    if (all_but_last)
-      copy_wait<1>();
-    else
-      copy_wait<0>();
-    __syncthreads();
+  __device__ __forceinline__ void load_kv(int n_block) {
+    typename Storage::Stage& stage = smem.stage[n_block & 1];
+    copy_k.issue(stage.k, n_block * kBlockN, seen);
+    copy_v.issue(stage.v, n_block * kBlockN, seen);
   }
 
   // One tile: the same code for edges and the inside.
   template <bool kEdge>
-  __device__ __forceinline__ void step(int n_block, bool keys_only) {
+  __device__ __forceinline__ void step(int n_block) {
     const Range keys = block_range(n_block, kBlockN);
     const uint32_t k = smem_address(smem.stage[n_block & 1].k);
     const uint32_t v = smem_address(smem.stage[n_block & 1].v);
@@ -183,7 +168,6 @@ class FwdBlock {
     online_softmax(acc_s);
     if (Traits::kDropout == DropoutKind::kOn)  // after the sum: lse does not know of dropout
       apply_dropout(acc_s, dropout, batch, head, first_row, keys.begin);
-    if (keys_only) wait_copies(true);  // the first V; the next step's copies stay in flight
     gemm_pv(acc_s, v);
   }
 
@@ -199,10 +183,15 @@ class FwdBlock {
   template <bool kEdge>
   __device__ __forceinline__ void score_and_mask(AccS& acc_s, Range keys) {
     if (!kPlain) {
-      acc_s.for_each([&](float& s, int slot, int col) {
-        const int i = first_row + AccS::row(slot), j = keys.begin + col;
-        // A bias has no element outside the sequence; what the mask hides there is never looked at.
-        if (!kEdge || (i < seq.seqlen_q && j < seq.seqlen_k)) s = score.apply(s, i, j);
+      score.for_each_active([&](auto modify) {
+        acc_s.for_each([&](float& s, int slot, int col) {
+          int i = first_row + AccS::row(slot), j = keys.begin + col;
+          if (kEdge) {  // a bias has no element outside the sequence; the mask hides what is there
+            i = min_of(i, seq.seqlen_q - 1);
+            j = min_of(j, seq.seqlen_k - 1);
+          }
+          s = modify(s, i, j);
+        });
       });
     }
     if (kEdge) {
@@ -227,17 +216,27 @@ class FwdBlock {
       moved |= m_new[slot] != row_max[slot];
     }
     if (Shape::kRescale == Rescale::kAlways || warp_any(moved)) rescale(m_new);
+    if (!kPlain) settle_huge(acc_s);
     float shift[kSlots];  // what is subtracted; 0 where nothing was seen, for s - m would be NaN
 #pragma unroll
-    for (int slot = 0; slot < kSlots; ++slot) {
-      const float m = row_max[slot] == -INFINITY ? 0.f : row_max[slot];
-      shift[slot] = kPlain ? m * exp_scale : m;
-    }
+    for (int slot = 0; slot < kSlots; ++slot)
+      shift[slot] = fabsf(row_max[slot]) > kHuge ? 0.f : row_max[slot] * exp_scale;
     acc_s.for_each([&](float& s, int slot, int) {
-      // One multiply-add where the maximum is an ordinary product; a bias may push it to 1e38,
-      // where only the difference keeps its digits.
-      s = exp2_approx(kPlain ? s * exp_scale - shift[slot] : (s - shift[slot]) * exp_scale);
+      s = exp2_approx(s * exp_scale - shift[slot]);
       row_sum[slot] += s;
+    });
+  }
+
+  // The one multiply-add above rounds row_max * exp_scale. Where a row's maximum is beyond kHuge (a
+  // row of finfo.min biases), that rounding alone is more than any exponential: subtract first there.
+  __device__ __forceinline__ void settle_huge(AccS& acc_s) {
+    bool huge = false;
+#pragma unroll
+    for (int slot = 0; slot < kSlots; ++slot)
+      huge |= fabsf(row_max[slot]) > kHuge && row_max[slot] != -INFINITY;
+    if (!warp_any(huge)) return;
+    acc_s.for_each([&](float& s, int slot, int) {
+      if (fabsf(row_max[slot]) > kHuge && row_max[slot] != -INFINITY) s -= row_max[slot];
     });
   }
 
@@ -304,6 +303,7 @@ class FwdBlock {
   }
 
   static constexpr float kLog2e = 1.4426950408889634f;
+  static constexpr float kHuge = 1e9f;
 
   const FwdParams& p;
   Storage& smem;
@@ -343,8 +343,10 @@ void launch_fwd(const FwdParams& p, const Launch& launch) {
         "the shared memory of a forward kernel");
   const int64_t heads = static_cast<int64_t>(p.batch) * p.num_heads;
   const int m_blocks = ceil_div(p.side_q.longest(), Shape::kBlockM);
+  const int64_t head_bytes =
+      max_of<int64_t>(1, int64_t{2} * p.side_k.longest() * (p.head_dim + p.head_dim_v) / p.group());
   const FwdGrid grid = {static_cast<unsigned>(m_blocks),
-                        static_cast<unsigned>(min_of<int64_t>(heads, kFwdBandHeads))};
+                        static_cast<unsigned>(clamp_to<int64_t>(kFwdBandBytes / head_bytes, 1, heads))};
   kernel<<<grid_size(heads * m_blocks), Shape::kThreads, kSmemBytes,
            static_cast<cudaStream_t>(launch.stream)>>>(p, grid);
   check(cudaGetLastError(), "a forward kernel");
