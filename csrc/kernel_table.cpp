@@ -85,11 +85,14 @@ std::string explain(const Problem& problem) {
 std::string not_supported(const Problem& problem) {
   std::ostringstream text;
   describe(text << "no kernel of this build serves ", problem);
+  bool has_pass = false;
   for (int i = 0; i < kKernelTableSize; ++i) {
     const KernelEntry& entry = kKernelTable[i];
-    if (entry.pass == problem.pass && entry.dtype == problem.dtype)
-      text << "; " << entry.name << " " << why_not(entry, problem);
+    if (entry.pass != problem.pass) continue;
+    has_pass = true;
+    if (entry.dtype == problem.dtype) text << "; " << entry.name << " " << why_not(entry, problem);
   }
+  if (!has_pass) text << "; it has no " << pass_name(problem.pass) << " kernels";
   for (int i = 0; i < kSkipReasonsSize; ++i) {
     const SkipReason& skip = kSkipReasons[i];
     if (problem.features & skip.feature)

@@ -64,9 +64,24 @@ ARCHS = ("cpu", "sm80", "sm86", "sm87", "sm89", "sm90", "sm100", "sm120") + (
 GPU_SMEM_KB = {"sm80": 163, "sm86": 99, "sm87": 163, "sm89": 99, "sm90": 227, "sm100": 227, "sm120": 99}
 BUILT_ARCHS = ("cpu", *GPU_SMEM_KB)
 
-# (architecture, feature) -> why no kernel has it; shown by the error message and the README.
+PAGED = "paged keys are not built yet; gather the pages into contiguous k and v"
+NO_GPU_BACKWARD = "the backward has no GPU kernels yet; call it on CPU tensors"
+
+# (architecture, feature) -> why no kernel has it; shown by the error message.
 SKIP = {
-    ("cpu", "page_table"): "paged keys are not built yet; gather the pages into contiguous k and v",
+    ("cpu", "page_table"): PAGED,
+    **{
+        (arch, feature): reason
+        for arch in GPU_SMEM_KB
+        for feature, reason in {
+            "page_table": PAGED,
+            "num_splits": "split keys are not built yet; leave num_splits at 0",
+            "dlse": NO_GPU_BACKWARD,
+            "dbias": NO_GPU_BACKWARD,
+            "dalibi_slopes": NO_GPU_BACKWARD,
+            "dsinks": NO_GPU_BACKWARD,
+        }.items()
+    },
 }
 
 # Instruction sets of the CPU kernels, best first: the first one that the processor has is used.
@@ -237,6 +252,8 @@ def kernels(
 
 def table_source(rows: list[Kernel]) -> str:
     """The kernel table of one library."""
+    archs = {row.arch for row in rows}
+    skips = {key: reason for key, reason in SKIP.items() if key[0] in archs}
     return (
         "// Generated from csrc/kernels.py.\n"
         '#include "kernel_table.h"\n\n'
@@ -249,10 +266,10 @@ def table_source(rows: list[Kernel]) -> str:
         "const SkipReason kSkipReasons[] = {\n"
         + "".join(
             f'    {{"{arch}", {FEATURES[feature]}, "{reason}"}},\n'
-            for (arch, feature), reason in SKIP.items()
+            for (arch, feature), reason in skips.items()
         )
         + "};\n"
-        f"const int kSkipReasonsSize = {len(SKIP)};\n"
+        f"const int kSkipReasonsSize = {len(skips)};\n"
         "}  // namespace flash\n"
     )
 
@@ -268,6 +285,7 @@ def support_rows() -> list[dict[str, str]]:
             declared = [name for name in FEATURES if all(name in k.features for k in chosen)]
             rows.append(
                 {
+                    "arch": arch,
                     "backend": backend,
                     "pass": title,
                     "dtypes": ", ".join(dict.fromkeys(kernel.dtype for kernel in chosen)),

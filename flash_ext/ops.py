@@ -52,10 +52,35 @@ def _defaults_of(op):
 
 
 def _fake(op):
-    """A decorator: registers a fake kernel, whose parameters mirror the schema."""
-    return lambda function: torch.library.register_fake(
-        op.name(), _defaults_of(op)(function), lib=_lib
-    )
+    """A decorator: registers a fake kernel, whose parameters mirror the schema.
+
+    One meta tensor among real ones is enough to bring a call here, where the others' results would
+    be memory that nobody writes: tensors of two devices are refused.
+    """
+    names = [argument.name for argument in op._schema.arguments]
+
+    def register(function):
+        function = _defaults_of(op)(function)
+
+        def fake(*args, **kwargs):
+            tensors = [
+                (name, x)
+                for name, x in (*zip(names, args, strict=False), *kwargs.items())
+                if isinstance(x, torch.Tensor)
+            ]
+            q = dict(tensors)["q"]
+            for name, x in tensors:
+                if x.device != q.device:
+                    raise ValueError(
+                        f"flash: {name} is on {x.device} and q on {q.device}; move it there with "
+                        f"{name}.to(q.device)"
+                    )
+            return function(*args, **kwargs)
+
+        torch.library.register_fake(op.name(), fake, lib=_lib)
+        return function
+
+    return register
 
 
 # ---- machinery shared by the operators: autograd -------------------------------------------------

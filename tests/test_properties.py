@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 from util import (
     Case,
     assert_close_to_reference,
+    assert_lse_close,
     check,
     make_inputs,
+    max_score,
     run_inputs,
     run_reference_inputs,
     same_bits,
@@ -197,10 +199,19 @@ def test_extreme_magnitudes(seed, extreme, dtype, causal, device):
     case = Case(
         seqlens_q=(70,), seqlens_k=(70,), head_dim=16, dtype=dtype, seed=seed, causal=causal
     )
+    skip_unless_served(case, device)
     inputs = make_inputs(case, device)
     inputs = inputs.replace(q=inputs.q * extreme, k=inputs.k * min(extreme, 30.0))
     result = run_inputs(inputs)
     assert all(torch.isfinite(x).all() for x in result.tensors().values())
-    if extreme < 100:
-        ref, pt = run_reference_inputs(inputs)
-        assert_close_to_reference(result, ref, pt, inputs, f"{case}, seed {seed}")
+    ref, pt = run_reference_inputs(inputs)
+    label = f"{case}, times {extreme}, seed {seed}"
+    assert_lse_close(result.lse, ref.lse, inputs, label)
+    if extreme > 100:
+        return  # step by step fp16 overflows
+    if dtype != torch.float32 or extreme < 1:
+        assert_close_to_reference(result, ref, pt, inputs, label)
+        return
+    # A score is off by some roundings of its terms, and where two are near a row's top so is p.
+    limit = 8 * torch.finfo(dtype).eps * max_score(inputs, ref.lse) * inputs.v.abs().max()
+    assert (result.out - ref.out).abs().max() <= limit, label

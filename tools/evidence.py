@@ -1,10 +1,10 @@
 """What has been measured and tested on which device, kept in benchmarks/results.
 
-    python tools/evidence.py run --out DIR     tests/gpu and the bench; writes DIR/<device>.json
-    python tools/evidence.py merge FILE        a result file from elsewhere into benchmarks/results
-    python tools/evidence.py tables            rewrites the tables of README.md and docs/performance.md
-    python tools/evidence.py check             warns of rows whose sources have changed, and of tables
-                                               that differ from the result files; --check is the same
+    python tools/evidence.py run --out DIR   tests/gpu and the bench; writes DIR/<device>.json
+    python tools/evidence.py merge FILE      a result file from elsewhere into benchmarks/results
+    python tools/evidence.py tables          rewrites README.md's and docs/performance.md's tables
+    python tools/evidence.py check           warns of rows whose sources have changed and of tables
+                                             that differ from the result files; also as --check
 
 Only `run` needs torch and a GPU.
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import importlib.util
+import importlib
 import re
 import subprocess
 import sys
@@ -41,20 +41,17 @@ TITLES = {
 }
 
 
-def _load(name: str):
-    """A module of flash_ext.bench that needs no torch, by its path; flash_ext itself needs torch."""
-    if name in sys.modules:
-        return sys.modules[name]
-    path = ROOT / "flash_ext" / "bench" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
+def load_bench():
+    """(results, report) of flash_ext.bench, past flash_ext itself, which needs torch."""
+    folder = str(ROOT / "flash_ext")
+    sys.path.insert(0, folder)
+    try:
+        return importlib.import_module("bench.results"), importlib.import_module("bench.report")
+    finally:
+        sys.path.remove(folder)
 
 
-results = _load("results")
-report = _load("report")
+results, report = load_bench()
 
 
 # ---- run -----------------------------------------------------------------------------------------

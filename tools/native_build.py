@@ -222,6 +222,7 @@ def build_cuda_library(build_dir: Path, output: Path, archs: Sequence[str]) -> N
             f"-L{escape(lib)}",
             "-Wl,--no-as-needed",
             "-ltorch",
+            "-Wl,--as-needed",
             *(f"-L{escape(home / name)}" for name in ("lib64", "lib") if (home / name).exists()),
             "-lcudart_static",
             "-ldl",

@@ -10,10 +10,7 @@ import shutil
 import sys
 from pathlib import Path
 
-if __package__:
-    from . import results
-else:  # loaded by its path, beside results
-    import results
+from . import results
 
 ABSENT = "–"
 ORDER = ("plain", "op", "fa2", "sdpa_flash", "cudnn", "mem_eff", "flex", "naive")
@@ -150,7 +147,7 @@ def figures(rows: list[dict], folder: Path, device: str) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     chosen: dict[tuple, list[dict]] = {}
     for row in rows:
-        if row["unit"] == "TFLOP/s" and not row["features"] and row["heads_q"] == row["heads_k"]:
+        if row["mode"] in ("fwd", "bwd") and row["heads_q"] == row["heads_k"]:
             chosen.setdefault((row["mode"], row["dtype"]), []).append(row)
     paths = []
     for (mode, dtype), points in chosen.items():
@@ -164,7 +161,10 @@ def figures(rows: list[dict], folder: Path, device: str) -> list[Path]:
                 here = [r for r in points if r["head_dim"] == head_dim and r["mask"] == mask]
                 _draw(axis, sorted(here, key=lambda r: r["seqlen"]))
                 axis.set_title(f"{mode}, head_dim {head_dim}, {mask}, {dtype}")
-        axes[0][0].legend(fontsize="small")
+        for axis in axes.flat:
+            if axis.has_data():
+                axis.legend(fontsize="small")
+                break
         drawing.suptitle(device)
         drawing.tight_layout()
         paths.append(folder / f"{results.device_slug(device)}_{mode}_{dtype}.png")

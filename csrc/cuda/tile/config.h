@@ -44,7 +44,7 @@ struct FwdConfig<64, 99> {
 template <int kSmemKB>
 struct FwdConfig<96, kSmemKB> {
   using Shape = TileShape<128, 64, 4, 2>;
-  using ModifiedShape = Shape;
+  using ModifiedShape = TileShape<128, 32, 4, 2>;
 };
 template <>
 struct FwdConfig<96, 99> {

@@ -323,7 +323,8 @@ class FwdBlock {
   Dropout dropout;
 };
 
-template <typename Traits>
+// kSmemBytes stands in the kernel's name, where tools/kernel_report.py reads it.
+template <typename Traits, int kSmemBytes>
 __global__ void __launch_bounds__(Traits::Shape::kThreads, Traits::Shape::kMinBlocks)
     fwd_kernel(const __grid_constant__ FwdParams p, const FwdGrid grid) {
   extern __shared__ __align__(128) char storage[];
@@ -336,8 +337,8 @@ __global__ void __launch_bounds__(Traits::Shape::kThreads, Traits::Shape::kMinBl
 template <typename Traits>
 void launch_fwd(const FwdParams& p, const Launch& launch) {
   using Shape = typename Traits::Shape;
-  const auto kernel = &fwd_kernel<Traits>;
   constexpr int kSmemBytes = sizeof(FwdStorage<Traits>);
+  const auto kernel = &fwd_kernel<Traits, kSmemBytes>;
   check(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
                              cudaFuncAttributeMaxDynamicSharedMemorySize, kSmemBytes),
         "the shared memory of a forward kernel");

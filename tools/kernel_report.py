@@ -1,0 +1,143 @@
+"""Builds the GPU kernels of every architecture and reports what each one uses.
+
+    python tools/kernel_report.py                          every architecture, full
+    python tools/kernel_report.py --archs sm80,sm90        some
+    python tools/kernel_report.py --only bf16              kernels whose name contains this
+    python tools/kernel_report.py --write docs/kernels.md  keeps the report
+
+Registers, stack and spills are ptxas' own words; shared memory is what the launch asks for. Needs a
+CUDA toolkit, no GPU. Exit status 1 when a kernel spills more than the budget below.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import native_build
+
+ROOT = Path(__file__).resolve().parent.parent
+BUILD = ROOT / "build" / "kernels"
+
+# Bytes of spill stores that a kernel may have. Up to this the spilled values are those that the loop
+# over the keys does not touch (strides, lengths, the caller's pointers); docs/performance.md.
+SPILL_BUDGET = 160
+
+COMPILED = re.compile(r"Compiling entry function '(?P<name>\w+)' for '(?P<target>sm_\w+)'")
+SPILLS = re.compile(r"(?P<stack>\d+) bytes stack frame, (?P<spills>\d+) bytes spill stores")
+REGISTERS = re.compile(r"Used (?P<registers>\d+) registers")
+
+
+@dataclass
+class Usage:
+    """One compiled entry function."""
+
+    arch: str
+    unit: str
+    variant: str
+    registers: int
+    spills: int
+    smem: int
+
+
+def variant_of(mangled: str) -> str:
+    """Which of a unit's instances this is, from its template arguments."""
+    score = "modified" if "ScoreKindE1" in mangled else "plain"
+    dropout = " + dropout" if "DropoutKindE1" in mangled else ""
+    return score + dropout
+
+
+def parse_log(arch: str, unit: str, log: str) -> list[Usage]:
+    """ptxas -v of one translation unit, entry functions only."""
+    rows: list[Usage] = []
+    mangled, spills = "", 0
+    for line in log.splitlines():
+        if match := COMPILED.search(line):
+            mangled = match["name"]
+        elif match := SPILLS.search(line):
+            spills = int(match["spills"])
+        elif (match := REGISTERS.search(line)) and mangled:
+            smem = re.search(r"Li(\d+)EEEvNS", mangled)
+            rows.append(
+                Usage(
+                    arch,
+                    unit,
+                    variant_of(mangled),
+                    int(match["registers"]),
+                    spills,
+                    int(smem[1]) if smem else 0,
+                )
+            )
+            mangled = ""
+    return rows
+
+
+def build(arch: str) -> tuple[list[Usage], float, int]:
+    """(usage of every kernel, seconds, bytes of the library)."""
+    directory = BUILD / arch
+    library = directory / "_C_cuda.abi3.so"
+    started = time.monotonic()
+    native_build.build_cuda_library(directory, library, [arch])
+    seconds = time.monotonic() - started
+    rows = []
+    for log in sorted((directory / "objects").glob(f"{arch}_*.o.log")):
+        rows += parse_log(arch, log.name.removesuffix(".o.log"), log.read_text())
+    return rows, seconds, library.stat().st_size
+
+
+def markdown(rows: list[Usage], sizes: dict[str, int]) -> str:
+    lines = [
+        "# Kernels, as compiled",
+        "",
+        "Made by `make kernels-all`. Spills are bytes of spill stores.",
+        "",
+        "| architecture | library, MB |",
+        "| --- | --- |",
+        *(f"| {arch} | {size / 1e6:.1f} |" for arch, size in sizes.items()),
+        "",
+        "| kernel | instance | registers | spills | shared memory, KB |",
+        "| --- | --- | --- | --- | --- |",
+        *(
+            f"| {r.unit} | {r.variant} | {r.registers} | {r.spills} | {r.smem / 1024:.0f} |"
+            for r in rows
+        ),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def main() -> int:
+    manifest = native_build.load_manifest()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--archs", default=",".join(manifest.GPU_SMEM_KB))
+    parser.add_argument("--only", default="", help="keep kernels whose name contains this")
+    parser.add_argument("--write", type=Path, help="keep the report as Markdown")
+    args = parser.parse_args()
+    if args.only:
+        os.environ["FLASH_EXT_ONLY"] = args.only
+    all_rows: list[Usage] = []
+    sizes: dict[str, int] = {}
+    for arch in args.archs.split(","):
+        rows, seconds, size = build(arch)
+        all_rows += rows
+        sizes[arch] = size
+        worst = max(rows, key=lambda row: row.spills)
+        print(
+            f"{arch}: {len(rows)} kernels, {size / 1e6:.1f} MB, {seconds:.0f} s, "
+            f"at most {worst.spills} bytes spilled ({worst.unit}, {worst.variant})",
+            flush=True,
+        )
+    if args.write:
+        args.write.write_text(markdown(all_rows, sizes))
+    over = [row for row in all_rows if row.spills > SPILL_BUDGET]
+    for row in over:
+        print(f"{row.unit}, {row.variant}: {row.spills} bytes spilled, above {SPILL_BUDGET}")
+    return 1 if over else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
