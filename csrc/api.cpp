@@ -63,8 +63,8 @@ Tensor aligned_rows(const Tensor& t, int64_t bytes) {
 }
 
 void align_inputs(const KernelEntry& entry, AttnArgs& args, AttnParams& p) {
-  for (auto [t, view] : {std::pair{&args.q, &p.q}, std::pair{&args.k, &p.k},
-                         std::pair{&args.v, &p.v}}) {
+  for (auto [t, view] :
+       {std::pair{&args.q, &p.q}, std::pair{&args.k, &p.k}, std::pair{&args.v, &p.v}}) {
     *t = aligned_rows(**t, entry.row_alignment);
     *view = view_of(**t, args.varlen());
   }
@@ -75,8 +75,8 @@ bool has_gaps_k(const AttnArgs& args) { return args.varlen() || args.seqused_k; 
 
 // Nothing to attend from, or nothing to attend to and no sink to fill in for it.
 bool is_empty(const AttnParams& p) {
-  return p.num_rows() == 0 || p.batch == 0 ||
-         (p.side_k.longest() == 0 && !p.sinks.data) || p.side_q.longest() == 0;
+  return p.num_rows() == 0 || p.batch == 0 || (p.side_k.longest() == 0 && !p.sinks.data) ||
+         p.side_q.longest() == 0;
 }
 
 std::tuple<Tensor, Tensor> run_fwd(AttnArgs& args) {
@@ -120,8 +120,7 @@ void check_needed(const AttnArgs& args, const Needed& needed) {
 
 BiasView bias_grad_view(const Tensor& dbias, DType dtype) {
   BiasView view = {dbias.mutable_data_ptr(), 0, 0, 0, 0, dtype};
-  int64_t* strides[4] = {&view.batch_stride, &view.head_stride, &view.row_stride,
-                         &view.key_stride};
+  int64_t* strides[4] = {&view.batch_stride, &view.head_stride, &view.row_stride, &view.key_stride};
   for (int d = 0; d < 4; ++d) *strides[d] = dbias.size(d) == 1 ? 0 : dbias.stride(d);
   return view;
 }

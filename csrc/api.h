@@ -16,12 +16,12 @@ namespace flash {
 // The arguments that every operator shares, with the only defaults there are. attn_backward takes
 // the same without defaults (without_defaults), so that the two cannot drift apart; there
 // num_splits has no meaning, because only the forward is split.
-#define FLASH_ATTN_ARGS                                                                          \
-  "Tensor? bias=None, Tensor? alibi_slopes=None, Tensor? sinks=None, "                           \
-  "Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, Tensor? seqused_q=None, "               \
-  "Tensor? seqused_k=None, Tensor? page_table=None, Tensor? rng_state=None, "                    \
-  "SymInt? max_seqlen_q=None, SymInt? max_seqlen_k=None, float? softmax_scale=None, "            \
-  "bool causal=False, SymInt window_left=-1, SymInt window_right=-1, float softcap=0.0, "        \
+#define FLASH_ATTN_ARGS                                                                   \
+  "Tensor? bias=None, Tensor? alibi_slopes=None, Tensor? sinks=None, "                    \
+  "Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, Tensor? seqused_q=None, "        \
+  "Tensor? seqused_k=None, Tensor? page_table=None, Tensor? rng_state=None, "             \
+  "SymInt? max_seqlen_q=None, SymInt? max_seqlen_k=None, float? softmax_scale=None, "     \
+  "bool causal=False, SymInt window_left=-1, SymInt window_right=-1, float softcap=0.0, " \
   "float dropout_p=0.0, bool deterministic=False, int num_splits=0"
 
 constexpr const char* kAttnSchema =

@@ -29,8 +29,8 @@ std::vector<int64_t> shape_of(const Tensor& t) {
   return std::vector<int64_t>(t.sizes().begin(), t.sizes().end());
 }
 
-std::string dtype_text(const Tensor& t) {
-  switch (t.scalar_type()) {
+std::string dtype_text(ScalarType type) {
+  switch (type) {
     case ScalarType::Half:
       return "float16";
     case ScalarType::BFloat16:
@@ -46,9 +46,11 @@ std::string dtype_text(const Tensor& t) {
     case ScalarType::Long:
       return "int64";
     default:
-      return torch::headeronly::toString(t.scalar_type());
+      return torch::headeronly::toString(type);
   }
 }
+
+std::string dtype_text(const Tensor& t) { return dtype_text(t.scalar_type()); }
 
 bool is_float(const Tensor& t) {
   const DType dtype = dtype_of(t);
@@ -128,8 +130,7 @@ void check_qkv(const AttnArgs& args) {
            "; they must be equal (use expand for a shared k and v)");
   const int64_t seq_dim = varlen ? 0 : 1;
   if (v.size(seq_dim) != k.size(seq_dim))
-    refuse("v has ", v.size(seq_dim), " keys and k has ", k.size(seq_dim),
-           "; they must be equal");
+    refuse("v has ", v.size(seq_dim), " keys and k has ", k.size(seq_dim), "; they must be equal");
   check_at_most("num_heads", num_heads, kMaxCount, "fold heads into calls");
 }
 
@@ -141,7 +142,8 @@ void check_cu_seqlens(AttnArgs& args) {
     for (const auto& [name, value] : {std::pair{"max_seqlen_q", args.max_seqlen_q},
                                       std::pair{"max_seqlen_k", args.max_seqlen_k}})
       if (value)
-        refuse(name, " is ", *value, " without cu_seqlens; the length of a dense tensor is its "
+        refuse(name, " is ", *value,
+               " without cu_seqlens; the length of a dense tensor is its "
                "shape: leave it out, or pass seqused_q / seqused_k to shorten sequences");
     return;
   }
@@ -160,7 +162,8 @@ void fill_side(const char* name, SeqSide& side, int64_t total, const OptTensor& 
                 "them with flash_ext.merge");
   side.total = total;
   side.max_seqlen = static_cast<int>(longest);
-  side.cu_seqlens = cu_seqlens ? static_cast<const int32_t*>(cu_seqlens->const_data_ptr()) : nullptr;
+  side.cu_seqlens =
+      cu_seqlens ? static_cast<const int32_t*>(cu_seqlens->const_data_ptr()) : nullptr;
   side.seqused = seqused ? static_cast<const int32_t*>(seqused->const_data_ptr()) : nullptr;
 }
 
@@ -191,10 +194,11 @@ void fill_scalars(const AttnArgs& args, AttnParams& p) {
   if (!(args.softcap >= 0) || !std::isfinite(args.softcap))
     refuse("softcap is ", args.softcap, "; allowed is 0 (off) or a positive finite number");
   p.softcap = args.softcap;
-  for (const auto& [name, value] : {std::pair{"window_left", args.window_left},
-                                    std::pair{"window_right", args.window_right}})
+  for (const auto& [name, value] :
+       {std::pair{"window_left", args.window_left}, std::pair{"window_right", args.window_right}})
     if (value < -1)
-      refuse(name, " is ", value, "; allowed is -1 (unbounded) or the number of keys on that side, "
+      refuse(name, " is ", value,
+             "; allowed is -1 (unbounded) or the number of keys on that side, "
              "0 or more; W tokens as model configs count them are (W - 1, 0)");
   // A side that hides nothing is unbounded: the same kernel, the same bits.
   const int64_t right = args.causal ? 0 : args.window_right;
@@ -226,13 +230,16 @@ void fill_bias(AttnArgs& args, AttnParams& p) {
              args.varlen() ? " where the lengths are max_seqlen_q and max_seqlen_k" : "");
     strides[d] = bias.size(d) == 1 ? 0 : bias.stride(d);
   }
-  p.bias = {const_cast<void*>(bias.const_data_ptr()), strides[0], strides[1], strides[2],
-            strides[3], dtype_of(bias)};
+  p.bias = {const_cast<void*>(bias.const_data_ptr()),
+            strides[0],
+            strides[1],
+            strides[2],
+            strides[3],
+            dtype_of(bias)};
 }
 
 void check_float_values(const char* name, const Tensor& t, const Tensor& q) {
-  if (!is_float(t))
-    refuse(name, " has dtype ", dtype_text(t), "; allowed is any float dtype");
+  if (!is_float(t)) refuse(name, " has dtype ", dtype_text(t), "; allowed is any float dtype");
   check_device(name, t, q);
 }
 
@@ -266,7 +273,8 @@ void fill_dropout(AttnArgs& args, AttnParams& p) {
     args.rng_state = as_contiguous(*args.rng_state);
     p.rng_state = static_cast<const int64_t*>(args.rng_state->const_data_ptr());
   } else if (args.dropout_p > 0) {
-    refuse("dropout_p is ", args.dropout_p, " without rng_state; pass an int64 tensor (seed, "
+    refuse("dropout_p is ", args.dropout_p,
+           " without rng_state; pass an int64 tensor (seed, "
            "offset) on q's device, or call flash_ext.attention, which draws one");
   }
   p.dropout_threshold = Dropout::threshold_of(args.dropout_p);
@@ -313,8 +321,8 @@ void AttnArgs::read_attn(Reader& reader) {
 }
 
 void AttnArgs::read_probs(Reader& reader) {
-  for (OptTensor* t : {&bias, &alibi_slopes, &cu_seqlens_q, &cu_seqlens_k, &seqused_q, &seqused_k,
-                       &rng_state})
+  for (OptTensor* t :
+       {&bias, &alibi_slopes, &cu_seqlens_q, &cu_seqlens_k, &seqused_q, &seqused_k, &rng_state})
     *t = reader.next<OptTensor>();
   max_seqlen_q = reader.next<std::optional<int64_t>>();
   max_seqlen_k = reader.next<std::optional<int64_t>>();
@@ -328,8 +336,8 @@ void AttnArgs::read_probs(Reader& reader) {
 
 uint32_t prepare(AttnArgs& args, AttnParams& p) {
   if (args.page_table) {  // k and v have another shape then: say so before judging it
-    throw std::runtime_error("flash: " + not_supported({Pass::kFwd, dtype_of(*args.q), 1, 1,
-                                                        kPaged}));
+    throw std::runtime_error("flash: " +
+                             not_supported({Pass::kFwd, dtype_of(*args.q), 1, 1, kPaged}));
   }
   check_cu_seqlens(args);
   check_qkv(args);
@@ -364,8 +372,8 @@ void check_like(const char* name, const Tensor& t, const std::vector<int64_t>& s
   check_device(name, t, q);
   check_shape(name, t, shape, "as the forward gives it");
   if (t.scalar_type() != dtype)
-    refuse(name, " has dtype ", dtype_text(t), "; allowed is ",
-           torch::headeronly::toString(dtype), ", as the forward gives it");
+    refuse(name, " has dtype ", dtype_text(t), "; allowed is ", dtype_text(dtype),
+           ", as the forward gives it");
 }
 
 DType dtype_of(const Tensor& t) {

@@ -1,8 +1,8 @@
 // From an operator's arguments to checked params.
 //
-// The only place that validates a call. A bad value is a std::invalid_argument (Python: ValueError),
-// a feature no kernel has a std::runtime_error (Python: RuntimeError); both say what, got, allowed
-// and what to do, and both come before any allocation or launch.
+// The only place that validates a call. A bad value is a std::invalid_argument (Python:
+// ValueError), a feature no kernel has a std::runtime_error (Python: RuntimeError); both say what,
+// got, allowed and what to do, and both come before any allocation or launch.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -57,12 +57,12 @@ struct AttnArgs {
 
   bool varlen() const { return cu_seqlens_q.has_value(); }
 
-  void read_attn(Reader& reader);    // q, k, v are read by the caller; the rest of FLASH_ATTN_ARGS
-  void read_probs(Reader& reader);   // what attn_probs takes after lse
+  void read_attn(Reader& reader);   // q, k, v are read by the caller; the rest of FLASH_ATTN_ARGS
+  void read_probs(Reader& reader);  // what attn_probs takes after lse
 };
 
-// Checks the arguments, makes what must be contiguous so (the tensors inside `args` are replaced and
-// keep the memory alive), fills the shared params and says which features the call needs.
+// Checks the arguments, makes what must be contiguous so (the tensors inside `args` are replaced
+// and keep the memory alive), fills the shared params and says which features the call needs.
 uint32_t prepare(AttnArgs& args, AttnParams& params);
 
 // A tensor as rows of a head; the last dimension is contiguous after contiguous_rows.

@@ -6,9 +6,9 @@ namespace flash {
 namespace {
 
 constexpr const char* kFeatureNames[kNumFeatures] = {
-    "varlen", "gqa",     "window", "softcap", "bias",       "bool_mask",     "alibi",
-    "sinks",  "dropout", "seqused", "page_table", "num_splits", "head_dim_v", "deterministic",
-    "dlse",   "dbias",   "dalibi_slopes", "dsinks"};
+    "varlen",     "gqa",           "window",  "softcap", "bias",          "bool_mask",
+    "alibi",      "sinks",         "dropout", "seqused", "page_table",    "num_splits",
+    "head_dim_v", "deterministic", "dlse",    "dbias",   "dalibi_slopes", "dsinks"};
 
 std::string feature_list(uint32_t features, const char* before, const char* after) {
   std::string text;

@@ -51,9 +51,9 @@ struct KernelEntry {
   int head_dim;    // largest that it serves
   int head_dim_v;  // likewise
   uint32_t features;
-  int row_alignment;     // bytes that every row of q, k, v (and dout, out) must start at a multiple of
-  bool (*runs_here)();                        // the current device has what the code was compiled for
-  size_t (*workspace)(const AttnParams&);     // bytes, 16-byte aligned; the kernel initialises them
+  int row_alignment;  // bytes that every row of q, k, v (and dout, out) must start at a multiple of
+  bool (*runs_here)();                     // the current device has what the code was compiled for
+  size_t (*workspace)(const AttnParams&);  // bytes, 16-byte aligned; the kernel initialises them
   void (*launch)(const AttnParams&, const Launch&);  // the params struct of its pass
 };
 

@@ -87,8 +87,8 @@ struct FwdParams : AttnParams {
 };
 
 struct BwdParams : AttnParams {
-  View out;   // the forward's
-  View dout;  // like out
+  View out;                    // the forward's
+  View dout;                   // like out
   const void* lse = nullptr;   // acc, see row_index
   const void* dlse = nullptr;  // acc, the same; null: lse is not used
 

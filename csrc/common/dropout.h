@@ -1,9 +1,10 @@
 // Dropout on the probabilities: which (sequence, head, row, key) is kept.
 //
 // The kept set is a pure function of rng_state and the position, so it is the same on every
-// backend, for any tiling, in the forward and in the backward (semantics.md, Arithmetic). One Philox
-// call gives the 16 bytes of the 16 keys j = 64 a + 8 n + 2 t + c of one row (n = 0..7, c = 0, 1;
-// byte 2 n + c): in the register layouts of mma.sync and of 32 x 32 MFMA a thread holds just those.
+// backend, for any tiling, in the forward and in the backward (semantics.md, Arithmetic). One
+// Philox call gives the 16 bytes of the 16 keys j = 64 a + 8 n + 2 t + c of one row (n = 0..7, c =
+// 0, 1; byte 2 n + c): in the register layouts of mma.sync and of 32 x 32 MFMA a thread holds just
+// those.
 #pragma once
 
 #include <cstdint>

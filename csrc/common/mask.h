@@ -41,9 +41,7 @@ struct Mask {
   FLASH_HD int diagonal() const { return seqlen_k - seqlen_q; }
 
   // Keys that row i sees: [first_key(i), end_key(i)), possibly empty.
-  FLASH_HD int first_key(int i) const {
-    return left < 0 ? 0 : max_of(0, i + diagonal() - left);
-  }
+  FLASH_HD int first_key(int i) const { return left < 0 ? 0 : max_of(0, i + diagonal() - left); }
   FLASH_HD int end_key(int i) const {
     return right < 0 ? seqlen_k : min_of(seqlen_k, i + diagonal() + right + 1);
   }

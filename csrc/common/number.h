@@ -64,8 +64,8 @@ FLASH_HD float float16_to_float(uint16_t bits) {
   const uint32_t sign = static_cast<uint32_t>(bits & 0x8000u) << 16;
   const uint32_t body = static_cast<uint32_t>(bits & 0x7FFFu) << 13;
   const uint32_t exponent = bits & 0x7C00u;
-  const uint32_t normal = body + 0x38000000u;    // exponent bias 15 -> 127
-  const uint32_t special = body | 0x7F800000u;   // Inf and NaN keep their mantissa
+  const uint32_t normal = body + 0x38000000u;   // exponent bias 15 -> 127
+  const uint32_t special = body | 0x7F800000u;  // Inf and NaN keep their mantissa
   const float tiny = static_cast<float>(static_cast<int>(bits & 0x3FFu)) * 5.9604644775390625e-8f;
   const uint32_t finite = exponent == 0 ? float_to_bits(tiny) : normal;
   return bits_to_float(sign | (exponent == 0x7C00u ? special : finite));

@@ -1,11 +1,11 @@
 // What happens to a score between the product q.k and the softmax.
 //
 // A modifier has apply(s, i, j) and grad(s, i, j) = d apply / d s side by side, so that forward and
-// backward cannot drift apart; is_on(), uniform over the launch; and with_active(pre, f), which calls
-// f with the function s -> apply(pre s) of a modifier that is on. A Chain applies them in list order:
-// one score at a time (apply, grad), or one modifier after the other over a whole tile (for_each_active),
-// where a GPU asks is_on once a tile and not once a score. Adding a modifier is one struct here and one
-// name in the list of Score.
+// backward cannot drift apart; is_on(), uniform over the launch; and with_active(pre, f), which
+// calls f with the function s -> apply(pre s) of a modifier that is on. A Chain applies them in
+// list order: one score at a time (apply, grad), or one modifier after the other over a whole tile
+// (for_each_active), where a GPU asks is_on once a tile and not once a score. Adding a modifier is
+// one struct here and one name in the list of Score.
 #pragma once
 
 #include <math.h>
@@ -110,9 +110,7 @@ struct Alibi {
     const T d = static_cast<T>(i + diagonal) - static_cast<T>(j);
     return d < 0 ? -d : d;
   }
-  FLASH_HD T apply(T s, int i, int j) const {
-    return is_on() ? s - slope * distance(i, j) : s;
-  }
+  FLASH_HD T apply(T s, int i, int j) const { return is_on() ? s - slope * distance(i, j) : s; }
   FLASH_HD T grad(T, int, int) const { return T(1); }
   template <typename F>
   FLASH_HD void with_active(T pre, F f) const {
@@ -156,9 +154,7 @@ struct Score {
   Chain<T, Softcap<T>, Bias<T>, Alibi<T>> modifiers;
 
   FLASH_HD T apply(T dot, int i, int j) const { return modifiers.apply(dot * scale, i, j); }
-  FLASH_HD T grad(T dot, int i, int j) const {
-    return scale * modifiers.grad(dot * scale, i, j);
-  }
+  FLASH_HD T grad(T dot, int i, int j) const { return scale * modifiers.grad(dot * scale, i, j); }
   // f(function of (s, i, j)), in order, for a whole tile of products.
   template <typename F>
   FLASH_HD void for_each_active(F f) const {

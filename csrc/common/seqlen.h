@@ -16,9 +16,7 @@ struct SeqSide {
   int max_seqlen;             // no sequence is longer; the shape of a bias. May exceed the total
 
   // The most rows that a sequence can have: what a launch is sized by.
-  FLASH_HD int longest() const {
-    return static_cast<int>(min_of<int64_t>(max_seqlen, total));
-  }
+  FLASH_HD int longest() const { return static_cast<int>(min_of<int64_t>(max_seqlen, total)); }
 
   // First row of the sequence inside the packed tensor; 0 when dense.
   FLASH_HD int64_t offset(int batch) const {

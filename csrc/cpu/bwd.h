@@ -38,7 +38,8 @@ class BwdMain {
     clear_dq(first, chunk);
     const Range all_keys = {0, first.seq.seqlen_k};
     const Range seen = first.mask.keys_of({0, first.seq.seqlen_q});
-    const Range blocks = split_blocks(blocks_of(all_keys, kBlockN), chunk, tile.workspace.chunks(p));
+    const Range blocks =
+        split_blocks(blocks_of(all_keys, kBlockN), chunk, tile.workspace.chunks(p));
     for (int n_block = blocks.begin; n_block < blocks.end; ++n_block) {
       const Range keys = block_range(n_block, kBlockN);
       start_block(first, keys, seen);
@@ -58,8 +59,7 @@ class BwdMain {
       const Head<T> h(p, first.batch, head);
       tile.workspace.dslopes[slope_index(h, chunk)] = T(0);
       if (p.dq.data && h.seq.seqlen_q > 0)
-        memset(static_cast<void*>(dq_row(h, 0, chunk)), 0,
-               sizeof(T) * h.seq.seqlen_q * p.head_dim);
+        memset(static_cast<void*>(dq_row(h, 0, chunk)), 0, sizeof(T) * h.seq.seqlen_q * p.head_dim);
     }
   }
 
@@ -127,8 +127,8 @@ class BwdMain {
       store_rows<In>(p.dk, h.batch, h.head_k, h.seq.offset_k, keys.begin, keys.size(), p.head_dim,
                      dk, tile.scores.ld);
     if (p.dv.data)
-      store_rows<In>(p.dv, h.batch, h.head_k, h.seq.offset_k, keys.begin, keys.size(),
-                     p.head_dim_v, dv, tile.ld_v);
+      store_rows<In>(p.dv, h.batch, h.head_k, h.seq.offset_k, keys.begin, keys.size(), p.head_dim_v,
+                     dv, tile.ld_v);
   }
 
   int64_t slope_index(const Head<T>& h, int chunk) const {

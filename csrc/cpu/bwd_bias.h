@@ -8,8 +8,8 @@ namespace flash::cpu {
 inline namespace FLASH_CPU_ISA {
 
 FLASH_HD void store_bias_grad(const BiasView& dbias, int batch, int head, int i, int j, double x) {
-  const int64_t at = batch * dbias.batch_stride + head * dbias.head_stride +
-                     i * dbias.row_stride + j * dbias.key_stride;
+  const int64_t at = batch * dbias.batch_stride + head * dbias.head_stride + i * dbias.row_stride +
+                     j * dbias.key_stride;
   switch (dbias.dtype) {
     case DType::kFloat16:
       static_cast<uint16_t*>(dbias.data)[at] = float_to_float16(static_cast<float>(x));
@@ -44,7 +44,7 @@ class BwdBias {
 
  public:
   explicit BwdBias(const BwdParams& params)
-      : p(params), d(p.dbias), tile(params), cell(kBlockM * kBlockN) {}
+      : p(params), d(p.dbias), tile(params), cell(kBlockM * kBlockN), part(kBlockM * kBlockN) {}
 
   void run(int own_batch, int own_head, int own_m, int own_n) {
     memset(static_cast<void*>(cell), 0, kBlockM * kBlockN * sizeof(T));
@@ -68,18 +68,23 @@ class BwdBias {
     tile.load_keys(h, keys, seen);
     tile.load_queries(h, rows);
     tile.recompute(h, rows, keys, true);
+    // A tile's own sum first: one chain over every score of a broadcast bias would lose its digits.
+    memset(static_cast<void*>(part), 0, kBlockM * kBlockN * sizeof(T));
     const int end = min_of(keys.end, h.seq.seqlen_k);
     for (int i = rows.begin; i < rows.end; ++i)
       for (int j = keys.begin; j < end; ++j) {
         const int r = d.row_stride == 0 ? 0 : i - rows.begin;
         const int c = d.key_stride == 0 ? 0 : j - keys.begin;
-        cell[r * kBlockN + c] += tile.dscore()[(i - rows.begin) * kBlockN + j - keys.begin];
+        part[r * kBlockN + c] += tile.dscore()[(i - rows.begin) * kBlockN + j - keys.begin];
       }
+    for (int e = 0; e < kBlockM * kBlockN; ++e) cell[e] += part[e];
   }
 
   void store(int batch, int head, int m_block, int n_block) {
-    const int row_end = d.row_stride == 0 ? 1 : min_of((m_block + 1) * kBlockM, p.side_q.max_seqlen);
-    const int key_end = d.key_stride == 0 ? 1 : min_of((n_block + 1) * kBlockN, p.side_k.max_seqlen);
+    const int row_end =
+        d.row_stride == 0 ? 1 : min_of((m_block + 1) * kBlockM, p.side_q.max_seqlen);
+    const int key_end =
+        d.key_stride == 0 ? 1 : min_of((n_block + 1) * kBlockN, p.side_k.max_seqlen);
     for (int i = m_block * kBlockM; i < row_end; ++i)
       for (int j = n_block * kBlockN; j < key_end; ++j)
         store_bias_grad(d, batch, head, i, j,
@@ -90,6 +95,7 @@ class BwdBias {
   const BiasView& d;
   BwdTile<In> tile;
   Buffer<T> cell;  // (kBlockM, kBlockN), or its first row or column when broadcast
+  Buffer<T> part;  // the same, one tile's share
 };
 
 template <typename In>

@@ -21,8 +21,7 @@ struct BwdWorkspace {
   static int chunks(const BwdParams& p) {
     const int64_t tasks = max_of<int64_t>(1, static_cast<int64_t>(p.batch) * p.num_heads_k);
     const int64_t wanted = clamp_to<int64_t>(8 / tasks, 1, 4);
-    return static_cast<int>(
-        clamp_to<int64_t>(ceil_div(p.side_k.longest(), kBlockN), 1, wanted));
+    return static_cast<int>(clamp_to<int64_t>(ceil_div(p.side_k.longest(), kBlockN), 1, wanted));
   }
 
   explicit BwdWorkspace(const BwdParams& p) {

@@ -2,8 +2,8 @@
 //
 // A task is one (sequence, head, block of query rows, split of the keys). It walks the key blocks
 // that its rows see, keeps the running maximum, the running sum and the unnormalised output of each
-// row, and normalises once at the end. Tasks share nothing; nobody waits. With num_splits > 1 a task
-// writes its normalised part and its lse to the workspace, and a second pass merges the parts.
+// row, and normalises once at the end. Tasks share nothing; nobody waits. With num_splits > 1 a
+// task writes its normalised part and its lse to the workspace, and a second pass merges the parts.
 #pragma once
 
 #include "score_tile.h"
@@ -109,7 +109,8 @@ class FwdTile {
   }
 
   void gemm_pv(Range rows) {
-    gemm<T>(rows.size(), p.head_dim_v, kBlockN, {scores.s, kBlockN, 1}, v, ld_v, acc_o, ld_v, Into::kAdd);
+    gemm<T>(rows.size(), p.head_dim_v, kBlockN, {scores.s, kBlockN, 1}, v, ld_v, acc_o, ld_v,
+            Into::kAdd);
   }
 
   // The sink belongs to one part only: the first.

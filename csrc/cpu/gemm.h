@@ -1,8 +1,8 @@
 // The one product of the CPU kernels: C (+)= A B on tiles that live in a thread's scratch.
 //
 // B and C are row-major with padded rows; A may lie either way, so P^T and dS^T need no transpose.
-// A block of C stays in registers over the whole of k and joins what was there at the end: a sum over
-// many tiles is a sum of tile sums, which rounds less than one long chain.
+// A block of C stays in registers over the whole of k and joins what was there at the end: a sum
+// over many tiles is a sum of tile sums, which rounds less than one long chain.
 #pragma once
 
 #include "vec.h"

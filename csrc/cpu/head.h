@@ -81,8 +81,7 @@ struct Head {
   void dropout_row(T* factors, int i, Range keys) const {
     const T scale = static_cast<T>(256) / static_cast<T>(max_of(256 - dropout.threshold, 1));
     for (int t = 0; t < 4; ++t) {
-      const Philox4 random =
-          dropout.bytes(batch, head, i, keys.begin / Dropout::kGroup, t);
+      const Philox4 random = dropout.bytes(batch, head, i, keys.begin / Dropout::kGroup, t);
       for (int n = 0; n < 8; ++n)
         for (int c = 0; c < 2; ++c)
           factors[8 * n + 2 * t + c] = dropout.keep_byte(random, n, c) ? scale : T(0);

@@ -37,8 +37,8 @@ class ProbsTile {
   void store_row(const Head<T>& h, int i, int r, Range keys, const T* lse) {
     const T lse_i = lse[h.row_index(i)];
     const int64_t row = (static_cast<int64_t>(h.batch) * p.num_heads + h.head);
-    In* out = static_cast<In*>(p.probs) +
-              (row * p.side_q.max_seqlen + i) * p.side_k.max_seqlen + keys.begin;
+    In* out = static_cast<In*>(p.probs) + (row * p.side_q.max_seqlen + i) * p.side_k.max_seqlen +
+              keys.begin;
     if (h.dropout.enabled()) h.dropout_row(factors, i, keys);
     const int count = min_of(keys.end, h.seq.seqlen_k) - keys.begin;
     for (int c = 0; c < count; ++c) {

@@ -1,8 +1,8 @@
 // Vectors in the compiler's own notation: one source for SSE2, AVX2, AVX-512 and NEON.
 #pragma once
 
-#include "../common/exp_log.h"
 #include <string.h>
+#include "../common/exp_log.h"
 
 #include <cstdint>
 

@@ -1,6 +1,6 @@
-// ldmatrix (sm75 and later): four 8 x 8 matrices of 16-bit elements from shared memory. Lane l gives
-// the address of row l % 8 of matrix l / 8; lane l receives elements 2 (l % 4), 2 (l % 4) + 1 of row
-// l / 4 of each matrix (of each transposed matrix with .trans).
+// ldmatrix (sm75 and later): four 8 x 8 matrices of 16-bit elements from shared memory. Lane l
+// gives the address of row l % 8 of matrix l / 8; lane l receives elements 2 (l % 4), 2 (l % 4) + 1
+// of row l / 4 of each matrix (of each transposed matrix with .trans).
 #pragma once
 
 #include <cstdint>

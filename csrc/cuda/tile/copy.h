@@ -1,7 +1,7 @@
 // Tiles between global and shared memory: issue, commit, wait.
 //
-// On NVIDIA a copy is cp.async, 16 bytes a thread, in flight until copy_wait. Rows start at multiples
-// of 16 bytes: the table says so (row_alignment), and the caller copies what does not.
+// On NVIDIA a copy is cp.async, 16 bytes a thread, in flight until copy_wait. Rows start at
+// multiples of 16 bytes: the table says so (row_alignment), and the caller copies what does not.
 #pragma once
 
 #include "../../common/mask.h"
@@ -31,8 +31,8 @@ class TileCopy {
                                       int dim)
       : bytes_(clamp_to(2 * dim - 16 * chunk(), 0, 16)),
         row_bytes_(2 * view.row_stride),
-        source_(static_cast<const char*>(view.data) +
-                2 * view.at(batch, offset + row(), head) + (bytes_ > 0 ? 16 * chunk() : 0)) {}
+        source_(static_cast<const char*>(view.data) + 2 * view.at(batch, offset + row(), head) +
+                (bytes_ > 0 ? 16 * chunk() : 0)) {}
 
   // Rows [first, first + kRows) into `tile`. Rows outside `visible` are zero-filled and never read:
   // 0 x NaN must not come into being.

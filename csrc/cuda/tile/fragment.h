@@ -28,10 +28,10 @@ __device__ __forceinline__ bool warp_any(bool x) { return __any_sync(0xFFFFFFFFu
 // What the lanes of this warp wrote to shared memory is visible to its other lanes.
 __device__ __forceinline__ void warp_barrier() { __syncwarp(); }
 
-// Tiles in shared memory are rows of kDim 16-bit elements in chunks of 16 bytes. The chunk number is
-// mixed with the row number so that the eight rows of one 8 x 8 matrix lie in eight different bank
-// groups: rows of a multiple of 128 bytes differ in (row & 7); a row of 192 bytes (kDim 96) already
-// alternates between two halves of the banks, and (row >> 1) & 3 separates the rest.
+// Tiles in shared memory are rows of kDim 16-bit elements in chunks of 16 bytes. The chunk number
+// is mixed with the row number so that the eight rows of one 8 x 8 matrix lie in eight different
+// bank groups: rows of a multiple of 128 bytes differ in (row & 7); a row of 192 bytes (kDim 96)
+// already alternates between two halves of the banks, and (row >> 1) & 3 separates the rest.
 template <int kDim>
 struct SmemTile {
   static constexpr int kRowBytes = kDim * 2;
@@ -47,8 +47,8 @@ struct SmemTile {
     return row * kRowBytes + ((chunk ^ mix(row)) << 4);
   }
   // The address of chunk + step, step even and known at compile time, from that of chunk 0 or 1 in
-  // the same row: one exclusive or, because rows and tiles start at multiples of kSpan. Without this
-  // the compiler keeps an address per step in a register over the whole loop, and spills.
+  // the same row: one exclusive or, because rows and tiles start at multiples of kSpan. Without
+  // this the compiler keeps an address per step in a register over the whole loop, and spills.
   static __device__ __forceinline__ uint32_t advance(uint32_t address, int step) {
     return (address ^ (step * 16 % kSpan)) + step * 16 / kSpan * kSpan;
   }
@@ -119,8 +119,8 @@ __device__ __forceinline__ void load_a(OperandA<kRows>& a, uint32_t tile, int ro
 
 // Two column blocks of an accumulator, 16 columns, times all row blocks.
 template <typename In, int kRows, int kCols>
-__device__ __forceinline__ void mma_block(Accumulator<kRows, kCols>& acc,
-                                          const OperandA<kRows>& a, int n, const uint32_t (&b)[4]) {
+__device__ __forceinline__ void mma_block(Accumulator<kRows, kCols>& acc, const OperandA<kRows>& a,
+                                          int n, const uint32_t (&b)[4]) {
 #pragma unroll
   for (int m = 0; m < kRows / 16; ++m) {
     mma_m16n8k16<In>(acc.x[m][2 * n], a.r[m], b[0], b[1]);
@@ -155,7 +155,7 @@ __device__ __forceinline__ OperandA<kRows> as_operand(const Accumulator<kRows, k
   for (int m = 0; m < kRows / 16; ++m)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float(&x)[4] = p.x[m][2 * step + half];
+      const float (&x)[4] = p.x[m][2 * step + half];
       a.r[m][2 * half] = pack2<In>(x[0], x[1]);
       a.r[m][2 * half + 1] = pack2<In>(x[2], x[3]);
     }
@@ -186,8 +186,8 @@ __device__ __forceinline__ Philox4 shifted(const Philox4& random, bool second_ha
   return {{random.word[2], random.word[3], 0, 0}};
 }
 
-// Drops and scales probabilities; first_row and first_key are those of the tile inside the sequence.
-// One Philox call serves the 16 keys of a row and a group of 64 that this lane holds.
+// Drops and scales probabilities; first_row and first_key are those of the tile inside the
+// sequence. One Philox call serves the 16 keys of a row and a group of 64 that this lane holds.
 template <int kRows, int kCols>
 __device__ __forceinline__ void apply_dropout(Accumulator<kRows, kCols>& acc,
                                               const Dropout& dropout, int sequence, int head,

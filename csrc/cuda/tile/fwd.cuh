@@ -54,9 +54,9 @@ struct FwdStorage {
 // Bytes of K and V whose heads are worked on together: a good half of an H200's 60 MB of L2.
 constexpr int64_t kFwdBandBytes = int64_t{32} << 20;
 
-// Which (query block, head, sequence) a block works on. Neighbours share a head, so that its K and V
-// stay in L2; within a band of heads the longest rows of a causal mask start first, so that no long
-// block is left for the end.
+// Which (query block, head, sequence) a block works on. Neighbours share a head, so that its K and
+// V stay in L2; within a band of heads the longest rows of a causal mask start first, so that no
+// long block is left for the end.
 struct FwdGrid {
   unsigned m_blocks;
   unsigned band;  // heads whose blocks are ordered together
@@ -100,7 +100,8 @@ class FwdBlock {
         batch(batch_),
         seq(seq_info(p.side_q, p.side_k, batch)),
         mask{seq.seqlen_q, seq.seqlen_k, p.window_left, p.window_right},
-        rows(intersect(block_range(m_block, kBlockM), {0, seq.seqlen_q})),
+        block_rows(block_range(m_block, kBlockM)),
+        rows(intersect(block_rows, {0, seq.seqlen_q})),
         seen(mask.keys_of(rows)),
         first_row(m_block * kBlockM + warp_id() * kWarpRows),
         copy_k(p.k, batch, seq.offset_k, head / p.group(), p.head_dim),
@@ -116,7 +117,7 @@ class FwdBlock {
       __syncthreads();  // step n_block has landed; everybody has left the other stage
       if (n_block > blocks.begin) load_kv(n_block - 1);
       copy_commit();
-      if (mask.is_edge(rows, block_range(n_block, kBlockN)))
+      if (mask.is_edge(kPlain ? rows : block_rows, block_range(n_block, kBlockN)))
         step<true>(n_block);
       else
         step<false>(n_block);
@@ -141,9 +142,8 @@ class FwdBlock {
       exp_scale = static_cast<float>(p.softmax_scale) * kLog2e;
     } else {
       exp_scale = kLog2e;
-      score = make_score<float>(static_cast<float>(p.softmax_scale),
-                                static_cast<float>(p.softcap), bias(),
-                                head_value(p.alibi_slopes, 0.f), mask.diagonal());
+      score = make_score<float>(static_cast<float>(p.softmax_scale), static_cast<float>(p.softcap),
+                                bias(), head_value(p.alibi_slopes, 0.f), mask.diagonal());
     }
     if (Traits::kDropout == DropoutKind::kOn)
       dropout = Dropout::make(p.rng_state, p.dropout_threshold);
@@ -221,14 +221,20 @@ class FwdBlock {
 #pragma unroll
     for (int slot = 0; slot < kSlots; ++slot)
       shift[slot] = fabsf(row_max[slot]) > kHuge ? 0.f : row_max[slot] * exp_scale;
+    // The tile's sum apart from the row's: a million small terms added one by one to a large sum
+    // would each lose their last bits.
+    float tile_sum[kSlots] = {};
     acc_s.for_each([&](float& s, int slot, int) {
       s = exp2_approx(s * exp_scale - shift[slot]);
-      row_sum[slot] += s;
+      tile_sum[slot] += s;
     });
+#pragma unroll
+    for (int slot = 0; slot < kSlots; ++slot) row_sum[slot] += tile_sum[slot];
   }
 
   // The one multiply-add above rounds row_max * exp_scale. Where a row's maximum is beyond kHuge (a
-  // row of finfo.min biases), that rounding alone is more than any exponential: subtract first there.
+  // row of finfo.min biases), that rounding alone is more than any exponential: subtract first
+  // there.
   __device__ __forceinline__ void settle_huge(AccS& acc_s) {
     bool huge = false;
 #pragma unroll
@@ -310,7 +316,9 @@ class FwdBlock {
   const int head, batch;
   const SeqInfo seq;
   const Mask mask;
-  const Range rows;     // this block's, inside the sequence
+  const Range
+      block_rows;       // this block's, possibly past the end: a modifier would read a bias there
+  const Range rows;     // those inside the sequence
   const Range seen;     // keys that they see
   const int first_row;  // of this warp
   const TileCopy<kDim, kBlockN, Shape::kThreads> copy_k, copy_v;
@@ -330,8 +338,7 @@ __global__ void __launch_bounds__(Traits::Shape::kThreads, Traits::Shape::kMinBl
   extern __shared__ __align__(128) char storage[];
   int m_block, head, batch;
   grid.locate(p, m_block, head, batch);
-  FwdBlock<Traits>(p, *reinterpret_cast<FwdStorage<Traits>*>(storage), m_block, head, batch)
-      .run();
+  FwdBlock<Traits>(p, *reinterpret_cast<FwdStorage<Traits>*>(storage), m_block, head, batch).run();
 }
 
 template <typename Traits>
@@ -346,8 +353,9 @@ void launch_fwd(const FwdParams& p, const Launch& launch) {
   const int m_blocks = ceil_div(p.side_q.longest(), Shape::kBlockM);
   const int64_t head_bytes =
       max_of<int64_t>(1, int64_t{2} * p.side_k.longest() * (p.head_dim + p.head_dim_v) / p.group());
-  const FwdGrid grid = {static_cast<unsigned>(m_blocks),
-                        static_cast<unsigned>(clamp_to<int64_t>(kFwdBandBytes / head_bytes, 1, heads))};
+  const FwdGrid grid = {
+      static_cast<unsigned>(m_blocks),
+      static_cast<unsigned>(clamp_to<int64_t>(kFwdBandBytes / head_bytes, 1, heads))};
   kernel<<<grid_size(heads * m_blocks), Shape::kThreads, kSmemBytes,
            static_cast<cudaStream_t>(launch.stream)>>>(p, grid);
   check(cudaGetLastError(), "a forward kernel");
@@ -356,8 +364,7 @@ void launch_fwd(const FwdParams& p, const Launch& launch) {
 // The kernel for the run-time features of a problem.
 template <typename In, int kDim, int kSmemKB>
 void fwd(const FwdParams& p, const Launch& launch) {
-  const bool plain =
-      p.softcap == 0 && !p.bias.data && !p.alibi_slopes.data && p.softmax_scale > 0;
+  const bool plain = p.softcap == 0 && !p.bias.data && !p.alibi_slopes.data && p.softmax_scale > 0;
   const auto run = [&](auto score, auto dropout) {
     launch_fwd<FwdTraits<In, kDim, kSmemKB, decltype(score)::value, decltype(dropout)::value>>(
         p, launch);
