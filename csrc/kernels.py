@@ -40,7 +40,11 @@ FEATURES = {
     "dsinks": "kDsinks",
 }
 
-PASSES = {"fwd": ("kFwd", "FwdParams"), "bwd": ("kBwd", "BwdParams"), "probs": ("kProbs", "ProbsParams")}
+PASSES = {
+    "fwd": ("kFwd", "FwdParams"),
+    "bwd": ("kBwd", "BwdParams"),
+    "probs": ("kProbs", "ProbsParams"),
+}
 
 # name in a kernel's name: (DType, scalar type in csrc)
 DTYPES = {
@@ -61,7 +65,15 @@ ARCHS = ("cpu", "sm80", "sm86", "sm87", "sm89", "sm90", "sm100", "sm120") + (
 
 # NVIDIA architectures that have kernels, with the shared memory that a block may use there (KB): the
 # key of the tile class's config.h. sm90 is compiled for sm_90a.
-GPU_SMEM_KB = {"sm80": 163, "sm86": 99, "sm87": 163, "sm89": 99, "sm90": 227, "sm100": 227, "sm120": 99}
+GPU_SMEM_KB = {
+    "sm80": 163,
+    "sm86": 99,
+    "sm87": 163,
+    "sm89": 99,
+    "sm90": 227,
+    "sm100": 227,
+    "sm120": 99,
+}
 BUILT_ARCHS = ("cpu", *GPU_SMEM_KB)
 
 PAGED = "paged keys are not built yet; gather the pages into contiguous k and v"
@@ -91,7 +103,17 @@ CPU_ISAS = {
     "generic": [],
 }
 
-COMMON = {"varlen", "gqa", "window", "softcap", "bias", "bool_mask", "alibi", "seqused", "deterministic"}
+COMMON = {
+    "varlen",
+    "gqa",
+    "window",
+    "softcap",
+    "bias",
+    "bool_mask",
+    "alibi",
+    "seqused",
+    "deterministic",
+}
 CPU_FEATURES = {
     "fwd": COMMON | {"sinks", "dropout", "head_dim_v", "num_splits"},
     "bwd": COMMON | {"sinks", "dropout", "head_dim_v", "dlse", "dbias", "dalibi_slopes", "dsinks"},
@@ -175,9 +197,7 @@ def cpu_kernels(machine: str) -> list[Kernel]:
             row_alignment=1,
             suffix=".cpp",
             prelude=(
-                f"#define FLASH_CPU_ISA isa_{isa}\n"
-                f'#include "cpu/{pass_}.h"\n'
-                '#include "cpu/isa.h"\n'
+                f'#define FLASH_CPU_ISA isa_{isa}\n#include "cpu/{pass_}.h"\n#include "cpu/isa.h"\n'
             ),
             runs=f"cpu::runs_{isa}()",
             workspace=f"cpu::{pass_}_workspace<{DTYPES[dtype][1]}>",
@@ -229,9 +249,7 @@ def arch_number(arch: str) -> int:
     return int(arch.removeprefix("sm"))
 
 
-def kernels(
-    archs: str | Sequence[str], machine: str = platform.machine()
-) -> list[Kernel]:
+def kernels(archs: str | Sequence[str], machine: str = platform.machine()) -> list[Kernel]:
     """The kernels of some architectures of one library, in order of preference."""
     archs = [archs] if isinstance(archs, str) else list(archs)
     for arch in archs:
@@ -316,7 +334,9 @@ def generate(
     units = []
     for row in rows:
         write_if_changed(out / f"{row.name}{row.suffix}", row.source())
-        units.append({"source": f"{row.name}{row.suffix}", "flags": list(row.flags), "isa": row.isa})
+        units.append(
+            {"source": f"{row.name}{row.suffix}", "flags": list(row.flags), "isa": row.isa}
+        )
     write_if_changed(out / "kernel_table_data.cpp", table_source(rows))
     units.append({"source": "kernel_table_data.cpp", "flags": [], "isa": "generic"})
     for stale in {path.name for path in out.glob("*.c*")} - {unit["source"] for unit in units}:

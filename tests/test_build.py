@@ -193,7 +193,10 @@ def test_another_processor_gets_the_portable_kernels_only(tmp_path):
     "archs, message",
     [
         ("sm75", "FLASH_EXT_ARCHS names sm75; allowed are cpu, "),
-        *((arch, f"FLASH_EXT_ARCHS names {arch}, for which this version has no kernels") for arch in UNBUILT[:1]),
+        *(
+            (arch, f"FLASH_EXT_ARCHS names {arch}, for which this version has no kernels")
+            for arch in UNBUILT[:1]
+        ),
     ],
 )
 def test_setup_refuses_architectures_by_name(tmp_path, archs, message):

@@ -262,7 +262,10 @@ def test_masks_written_out(seqlens, window, causal, device, dtype):
         flash_ext.attention(q, k, v, **options, return_lse=True)
         for options in ({"causal": causal, "window": window}, {"bias": mask[None, None]})
     )
-    torch.testing.assert_close(implied, written)
+    # Two kernels on a GPU: sums of 16-bit products in another order.
+    close = {} if dtype.itemsize > 2 else {"rtol": 2e-2, "atol": 4e-3}
+    torch.testing.assert_close(implied[0], written[0], **close)
+    torch.testing.assert_close(implied[1], written[1])
     unseen = ~mask.any(1)
     assert implied[0][:, unseen].eq(0).all() and implied[1][:, :, unseen].isneginf().all()
     assert torch.isfinite(implied[1][:, :, ~unseen]).all()
