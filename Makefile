@@ -74,8 +74,8 @@ format: $(VENV)/.dev  ## rewrites what lint complains about
 	@$(VENV)/bin/python tools/readme_tables.py
 
 .PHONY: kernels-all
-kernels-all: | $(PY_READY)  ## every kernel that this machine's compilers can build, with a report
-	@$(PY) setup.py kernels_all
+kernels-all: | $(PY_READY)  ## every CUDA kernel of every architecture, with a report (needs nvcc)
+	@$(PY) tools/kernel_report.py $(ARGS)
 
 # Compiles for a second instruction set what an x86-64 build never does: the portable kernels, and
 # the shared files with another ABI. Objects only; nothing is linked or run.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import ClassVar
 
 from setuptools import Command, Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
@@ -62,7 +63,7 @@ class BuildTesting(Command):
     """flash_ext_testing, the pybind11 module through which tests reach csrc/common."""
 
     description = "build the test-only module"
-    user_options: list[tuple[str, str, str]] = []
+    user_options: ClassVar[list] = []
 
     def initialize_options(self) -> None: ...
 

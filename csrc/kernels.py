@@ -55,16 +55,13 @@ DTYPES = {
 }
 
 # Architectures that FLASH_EXT_ARCHS may name. Those without kernels are refused with the reason.
-ARCHS = ("cpu", "sm80", "sm86", "sm87", "sm89", "sm90", "sm100", "sm120") + (
-    "gfx90a",
-    "gfx942",
-    "gfx950",
-    "gfx1100",
-    "gfx1201",
+ARCHS = (
+    *("cpu", "sm80", "sm86", "sm87", "sm89", "sm90", "sm100", "sm120"),
+    *("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201"),
 )
 
-# NVIDIA architectures that have kernels, with the shared memory that a block may use there (KB): the
-# key of the tile class's config.h. sm90 is compiled for sm_90a.
+# NVIDIA architectures that have kernels, with the shared memory that a block may use there (KB),
+# the key of the tile class's config.h. sm90 is compiled for sm_90a.
 GPU_SMEM_KB = {
     "sm80": 163,
     "sm86": 99,

@@ -23,8 +23,8 @@ import native_build
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "kernels"
 
-# Bytes of spill stores that a kernel may have. Up to this the spilled values are those that the loop
-# over the keys does not touch (strides, lengths, the caller's pointers); docs/performance.md.
+# Bytes of spill stores that a kernel may have: up to this the spilled values are those that the
+# loop over the keys does not touch (strides, lengths, pointers); docs/performance.md says more.
 SPILL_BUDGET = 160
 
 COMPILED = re.compile(r"Compiling entry function '(?P<name>\w+)' for '(?P<target>sm_\w+)'")
