@@ -1,12 +1,13 @@
 """Builds flash_ext: `pip install --no-build-isolation .` (add -e for an editable install).
 
-FLASH_EXT_ARCHS  targets, comma-separated (default cpu; README lists the names)
+FLASH_EXT_ARCHS  targets, comma-separated (default: cpu and a visible GPU's; README lists the names)
 FLASH_EXT_ONLY   keep kernels whose name contains this: build one kernel in seconds
 MAX_JOBS         compile at most this many units at once
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import ClassVar
@@ -25,7 +26,7 @@ BUILD_DIR = ROOT / "build" / "native"
 
 
 def chosen_archs() -> list[str]:
-    """What FLASH_EXT_ARCHS names and what a visible GPU adds; the build says which."""
+    """What FLASH_EXT_ARCHS names; without it cpu and a visible GPU's. The build says which."""
     archs = native_build.requested_archs()
     known = native_build.load_manifest().BUILT_ARCHS
     if missing := [arch for arch in archs if arch not in known]:
@@ -33,7 +34,7 @@ def chosen_archs() -> list[str]:
             f"FLASH_EXT_ARCHS names {', '.join(missing)}, for which this version has no kernels; "
             f"those that have: {', '.join(known)}"
         )
-    gpu = native_build.visible_gpu_arch()
+    gpu = None if "FLASH_EXT_ARCHS" in os.environ else native_build.visible_gpu_arch()
     if gpu and gpu not in archs:
         if gpu in known:
             print(f"flash_ext: adding {gpu}, the GPU that is visible here")

@@ -65,7 +65,8 @@ void check_device(const char* name, const Tensor& t, const Tensor& q) {
 void check_rank(const char* name, const Tensor& t, int64_t rank, const char* layout) {
   if (t.dim() != rank)
     refuse(name, " has ", t.dim(), " dimensions, shape ", shape_text(shape_of(t)), "; allowed is ",
-           layout, ", ", rank, " dimensions");
+           layout, ", ", rank, " dimensions",
+           rank == 4 && t.dim() == 3 ? " (packed sequences need cu_seqlens_q and cu_seqlens_k)" : "");
 }
 
 void check_shape(const char* name, const Tensor& t, const std::vector<int64_t>& shape,
@@ -97,7 +98,7 @@ void check_qkv(const AttnArgs& args) {
   for (const auto& [name, t] : {std::pair{"k", &k}, std::pair{"v", &v}}) {
     if (t->scalar_type() != q.scalar_type())
       refuse("q has dtype ", dtype_text(q), " and ", name, " has ", dtype_text(*t),
-             "; q, k and v share one: convert them, or run under torch.autocast");
+             "; q, k and v share one: convert with ", name, ".to(q.dtype)");
     check_device(name, *t, q);
   }
   const bool varlen = args.varlen();
@@ -113,7 +114,8 @@ void check_qkv(const AttnArgs& args) {
     refuse("q has ", num_heads, " heads and k has ", num_heads_k, "; both need at least 1");
   if (num_heads % num_heads_k != 0)
     refuse("num_heads ", num_heads, " of q is no multiple of num_heads ", num_heads_k,
-           " of k; every key head serves the same number of query heads");
+           " of k; every key head serves the same number of query heads (the layout is (batch, "
+           "seqlen, num_heads, head_dim): transpose(1, 2) that of scaled_dot_product_attention)");
   if (v.size(-2) != num_heads_k)
     refuse("v has ", v.size(-2), " heads and k has ", num_heads_k, "; they must be equal");
   if (k.size(-1) != q.size(-1))
@@ -336,8 +338,10 @@ void AttnArgs::read_probs(Reader& reader) {
 
 uint32_t prepare(AttnArgs& args, AttnParams& p) {
   if (args.page_table) {  // k and v have another shape then: say so before judging it
-    throw std::runtime_error("flash: " +
-                             not_supported({Pass::kFwd, dtype_of(*args.q), 1, 1, kPaged}));
+    const int head_dim = static_cast<int>(args.q->size(-1));
+    const int head_dim_v = static_cast<int>(args.v->size(-1));
+    throw std::runtime_error(
+        "flash: " + not_supported({Pass::kFwd, dtype_of(*args.q), head_dim, head_dim_v, kPaged}));
   }
   check_cu_seqlens(args);
   check_qkv(args);

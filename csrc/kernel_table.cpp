@@ -85,14 +85,20 @@ std::string explain(const Problem& problem) {
 std::string not_supported(const Problem& problem) {
   std::ostringstream text;
   describe(text << "no kernel of this build serves ", problem);
-  bool has_pass = false;
+  bool has_pass = false, has_dtype = false;
   for (int i = 0; i < kKernelTableSize; ++i) {
     const KernelEntry& entry = kKernelTable[i];
     if (entry.pass != problem.pass) continue;
     has_pass = true;
-    if (entry.dtype == problem.dtype) text << "; " << entry.name << " " << why_not(entry, problem);
+    if (entry.dtype != problem.dtype) continue;
+    has_dtype = true;
+    text << "; " << entry.name << " " << why_not(entry, problem);
   }
-  if (!has_pass) text << "; it has no " << pass_name(problem.pass) << " kernels";
+  if (!has_pass)
+    text << "; it has no " << pass_name(problem.pass) << " kernels for this device";
+  else if (!has_dtype)
+    text << "; this device has kernels for float16 and bfloat16: convert with .to(torch.bfloat16), "
+            "or run under torch.autocast";
   for (int i = 0; i < kSkipReasonsSize; ++i) {
     const SkipReason& skip = kSkipReasons[i];
     if (problem.features & skip.feature)

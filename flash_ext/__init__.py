@@ -30,29 +30,51 @@ def _load_cpu_library() -> None:
         ) from error
 
 
-def _load_gpu_library(name: str, runtime: str, advice: str) -> None:
-    """A GPU library that does not load leaves the CPU kernels usable: a warning says why."""
+def _refuse_gpu_tensors(reason: str) -> torch.library.Library:
+    """Operators on a GPU tensor say why no kernel serves it, instead of torch's general text.
+
+    The registration lasts as long as what is returned.
+    """
+
+    def refuse(*_args, **_kwargs):
+        raise RuntimeError(f"flash: no kernel for GPU tensors: {reason}")
+
+    library = torch.library.Library("flash", "IMPL")
+    for name in ("attn", "attn_backward", "attn_probs", "explain"):
+        library.impl(name, refuse, "CUDA")  # ROCm builds of torch use the same key
+    return library
+
+
+def _load_gpu_library(name: str, archs: str, advice: str) -> torch.library.Library | None:
+    """Without its GPU library the package serves CPU tensors and says what is missing."""
     path = _HERE / f"{name}.abi3.so"
     if not path.exists():
-        return
+        return _refuse_gpu_tensors(
+            f"flash_ext was built without them; build with FLASH_EXT_ARCHS={archs} {_BUILD}"
+        )
     try:
         torch.ops.load_library(path)
     except OSError as error:
-        warnings.warn(
-            f"flash_ext's {runtime} kernels do not load with torch {torch.__version__}, so tensors "
-            f"on such a GPU will be refused; {advice}, or build it anew: {_BUILD}. The loader "
-            f"says: {error}",
-            RuntimeWarning,
-            stacklevel=3,
+        reason = (
+            f"{path.name} does not load with torch {torch.__version__}; {advice}, or build it "
+            f"anew: {_BUILD}. The loader says: {error}"
         )
+        warnings.warn(f"flash_ext: {reason}", RuntimeWarning, stacklevel=3)
+        return _refuse_gpu_tensors(reason)
+    return None
 
 
 _load_cpu_library()
+_refusals = None
 if torch.version.hip:
-    _load_gpu_library("_C_hip", "ROCm", "they need the ROCm release that they were built with")
+    _refusals = _load_gpu_library(
+        "_C_hip", "gfx942 (or your GPU's)", "it needs the ROCm release that it was built with"
+    )
 elif torch.version.cuda:
-    _load_gpu_library(
-        "_C_cuda", "CUDA", "a build with CUDA toolkit 13 needs a driver >= 580 (see nvidia-smi)"
+    _refusals = _load_gpu_library(
+        "_C_cuda",
+        "sm90 (or your GPU's)",
+        "a build with CUDA toolkit 13 needs a driver >= 580 (see nvidia-smi)",
     )
 
 from .checks import check_inputs  # noqa: E402  (the schemas must be there first)

@@ -23,22 +23,11 @@ def _first(bad) -> int | None:
     return int(places[0]) if places.numel() else None
 
 
-def _check_vector(name: str, x, length: int | None, meaning: str) -> None:
-    if x.dtype != torch.int32 or x.dim() != 1 or (length is not None and x.shape[0] != length):
-        size = "batch + 1" if length is None else length
-        raise ValueError(
-            f"{name} is {x.dtype} of shape {tuple(x.shape)}; it must be torch.int32 of shape "
-            f"({size},), {meaning}: convert it with .to(torch.int32)"
-        )
-
-
 def _check_cu_seqlens(name: str, cu_seqlens, total: int):
     """The lengths (batch,) int64 of packed sequences."""
-    _check_vector(name, cu_seqlens, None, "the cumulative sequence lengths")
     ends = cu_seqlens.long()
-    if ends.numel() == 0 or ends[0] != 0:
-        start = int(ends[0]) if ends.numel() else "nothing"
-        raise ValueError(f"{name} begins with {start}; it must begin with 0: prepend a 0")
+    if ends[0] != 0:
+        raise ValueError(f"{name} begins with {int(ends[0])}; it must begin with 0: prepend a 0")
     lengths = ends.diff()
     i = _first(lengths < 0)
     if i is not None:
@@ -55,7 +44,6 @@ def _check_cu_seqlens(name: str, cu_seqlens, total: int):
 
 
 def _check_seqused(name: str, seqused, lengths, capacity: str) -> None:
-    _check_vector(name, seqused, lengths.shape[0], "one length a sequence")
     used = seqused.long()
     i = _first((used < 0) | (used > lengths))
     if i is not None:
@@ -71,20 +59,6 @@ def _check_max_seqlen(name: str, max_seqlen, lengths) -> None:
         raise ValueError(
             f"{name} is {int(max_seqlen)} but sequence {i} has {int(lengths[i])} rows; the rows "
             f"past {name} are left out: pass {int(lengths.max())} or more, or None"
-        )
-
-
-def _check_page_table(page_table, lengths, num_pages: int, page_size: int) -> None:
-    """Only the entries of used pages count; the others are never read."""
-    pages = page_table.long()
-    used = torch.arange(pages.shape[1], device=pages.device) * page_size < lengths[:, None]
-    bad = (used & ((pages < 0) | (pages >= num_pages))).nonzero()
-    if bad.numel():
-        b, column = bad[0].tolist()
-        raise ValueError(
-            f"page_table[{b}, {column}] is {int(pages[b, column])} but there are {num_pages} "
-            f"pages; it must be 0 to {num_pages - 1}, since sequence {b} uses "
-            f"{int(lengths[b])} keys in pages of {page_size}"
         )
 
 
@@ -116,8 +90,7 @@ def check_inputs(
 
     Beyond what `attention` checks on every call: cu_seqlens begin with 0, never fall, stay within
     the tensor and make sequences no longer than max_seqlen; seqused are within their sequences;
-    page_table names existing pages for every used key; bias, alibi_slopes and sinks hold no value
-    that makes rows NaN.
+    bias, alibi_slopes and sinks hold no value that makes rows NaN.
 
     Raises:
         ValueError: the first finding, by argument: what it got, what is allowed, what to do.
@@ -145,43 +118,18 @@ def check_inputs(
         lengths_q = torch.full((q.shape[0],), q.shape[1], device=q.device)
     else:
         lengths_q = _check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, q.shape[0])
-    if page_table is not None:
-        if page_table.dtype != torch.int32 or page_table.dim() != 2:
-            raise ValueError(
-                f"page_table is {page_table.dtype} of shape {tuple(page_table.shape)}; it must be "
-                "torch.int32 of shape (batch, max_pages)"
-            )
-        if seqused_k is None:
-            raise ValueError(
-                "seqused_k is None; with page_table it must be (batch,) int32, the number of keys "
-                "of each sequence: pass it"
-            )
-        capacity = page_table.shape[1] * k.shape[1]
-        lengths_k = torch.full((page_table.shape[0],), capacity, device=k.device)
-    elif cu_seqlens_k is not None:
-        lengths_k = _check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, k.shape[0])
-    else:
+    if cu_seqlens_k is None:
         lengths_k = torch.full((k.shape[0],), k.shape[1], device=k.device)
-    if lengths_q.shape != lengths_k.shape:
-        raise ValueError(
-            f"the queries make {lengths_q.shape[0]} sequences and the keys {lengths_k.shape[0]}; "
-            "there must be as many of either: pass cu_seqlens_q and cu_seqlens_k of one batch"
-        )
+    else:
+        lengths_k = _check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, k.shape[0])
     if seqused_q is not None:
         _check_seqused("seqused_q", seqused_q, lengths_q, "rows")
     if seqused_k is not None:
         _check_seqused("seqused_k", seqused_k, lengths_k, "keys")
     if max_seqlen_q is not None:
         _check_max_seqlen("max_seqlen_q", max_seqlen_q, lengths_q)
-    if max_seqlen_k is not None and page_table is None:
+    if max_seqlen_k is not None:
         _check_max_seqlen("max_seqlen_k", max_seqlen_k, lengths_k)
-    if page_table is not None:
-        _check_page_table(page_table, seqused_k.long(), k.shape[0], k.shape[1])
-    if rng_state is not None and (rng_state.dtype != torch.int64 or rng_state.shape != (2,)):
-        raise ValueError(
-            f"rng_state is {rng_state.dtype} of shape {tuple(rng_state.shape)}; it must be "
-            "torch.int64 of shape (2,): seed and offset"
-        )
     for name, x in (("bias", bias), ("alibi_slopes", alibi_slopes), ("sinks", sinks)):
         if x is None or x.dtype == torch.bool:
             continue

@@ -213,14 +213,24 @@ def _vmap(op):
 
 
 def _loop(op, size, dims, args):
-    """Calls op once per slice and stacks the results."""
+    """Calls op once per slice and stacks the results.
+
+    Without slices, one of zeros (the sum of none) says the results' shapes and takes gradients.
+    """
+
+    def part(x, d, i):
+        if not isinstance(d, int):
+            return x
+        return x.select(d, i) if size else x.sum(d, dtype=x.dtype)
+
     calls = [
-        op(*(x.select(d, i) if isinstance(d, int) else x for x, d in zip(args, dims, strict=True)))
-        for i in range(size)
+        op(*(part(x, d, i) for x, d in zip(args, dims, strict=True))) for i in range(max(size, 1))
     ]
     if isinstance(calls[0], Tensor):
-        return torch.stack(calls)
-    return tuple(None if x[0] is None else torch.stack(x) for x in zip(*calls, strict=True))
+        return torch.stack(calls)[:size]
+    return tuple(
+        None if x[0] is None else torch.stack(x)[:size] for x in zip(*calls, strict=True)
+    )
 
 
 def _fold(x, size, batch):
@@ -228,9 +238,9 @@ def _fold(x, size, batch):
     return x if x is None else x.expand(size, batch, *x.shape[2:]).flatten(0, 1)
 
 
-def _unfold(x, size):
-    """(size * batch, …) to (size, batch, …)."""
-    return x if x is None else x.unflatten(0, (size, x.shape[0] // size))
+def _batch_of(q, d):
+    """The batch of one slice of q (batch, …), whose mapped dimension is at d, None for none."""
+    return q.shape[1 if d == 0 else 0]
 
 
 def _mapped_first(tensors, dims):
@@ -352,7 +362,8 @@ def _attn_vmap(size, dims, *args):
     folded = _fold_into_batch(size, tensors, dims[:NUM_TENSORS], dropout_p=scalars[-3])
     if folded is None:
         return _loop(attn, size, dims, args)
-    return tuple(_unfold(x, size) for x in attn(*folded, *scalars))
+    batch = _batch_of(args[0], dims[0])
+    return tuple(x.unflatten(0, (size, batch)) for x in attn(*folded, *scalars))
 
 
 # ---- flash::attn_backward ------------------------------------------------------------------------
@@ -387,7 +398,7 @@ def _attn_backward_vmap(size, dims, *args):
     folded = _fold_into_batch(size, tensors, tensors_dims, scalars[-3], needed)
     if folded is None:
         return _loop(attn_backward, size, dims, args)
-    batch = folded[0].shape[0] // size
+    batch = _batch_of(tensors[0], tensors_dims[0])
     dout, dlse, out, lse = (_fold(x, size, batch) for x in _mapped_first(rows, rows_dims))
     grads = attn_backward(dout, dlse, *folded[:3], out, lse, *folded[3:], *scalars, needed)
     # alibi_slopes (num_heads,) went in as (1, num_heads) a slice.

@@ -5,6 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .interface import _type_error
+
 
 class Unpadded(NamedTuple):
     """What `unpad_input` returns."""
@@ -30,11 +32,18 @@ def unpad_input(hidden_states, attention_mask, unused_mask=None) -> Unpadded:
         the device.
 
     Raises:
+        TypeError: hidden_states or a mask is no tensor.
         ValueError: a mask's shape is not (batch, seqlen).
     """
+    masks = {"attention_mask": attention_mask}
+    if unused_mask is not None:
+        masks["unused_mask"] = unused_mask
+    for name, x in ({"hidden_states": hidden_states} | masks).items():
+        if not isinstance(x, Tensor):
+            raise _type_error(name, x, "a torch.Tensor", "convert it with torch.as_tensor")
     batch_shape = tuple(hidden_states.shape[:2])
-    for name, mask in (("attention_mask", attention_mask), ("unused_mask", unused_mask)):
-        if mask is not None and tuple(mask.shape) != batch_shape:
+    for name, mask in masks.items():
+        if tuple(mask.shape) != batch_shape:
             raise ValueError(
                 f"{name} has shape {tuple(mask.shape)} and hidden_states "
                 f"{tuple(hidden_states.shape)}; a mask must be (batch, seqlen) = {batch_shape}"
@@ -59,6 +68,8 @@ def pad_input(hidden_states, indices, batch: int, seqlen: int) -> Tensor:
 
     Raises:
         ValueError: hidden_states and indices differ in length.
+        IndexError: an index is not 0 to batch * seqlen - 1; on a GPU a device-side assertion,
+            as indexing in PyTorch has it.
     """
     if hidden_states.shape[0] != indices.shape[0]:
         raise ValueError(

@@ -86,11 +86,11 @@ OPERATOR = {
     ),
     "k fp64": (
         lambda: dense(k=zeros(2, 7, 2, 8, dtype=torch.float64)),
-        ("q has dtype float32 and k has float64", "convert them", "autocast"),
+        ("q has dtype float32 and k has float64", "convert with k.to(q.dtype)"),
     ),
     "v bf16": (
         lambda: dense(v=zeros(2, 7, 2, 8, dtype=torch.bfloat16)),
-        ("q has dtype float32 and v has bfloat16", "convert them"),
+        ("q has dtype float32 and v has bfloat16", "convert with v.to(q.dtype)"),
     ),
     # shapes
     "q of 3 dimensions": (
@@ -360,7 +360,7 @@ def test_a_tensor_of_another_device_than_q(name):
 @pytest.mark.gpu
 def test_fp32_on_a_gpu_is_refused_with_the_ways_out():
     on_gpu = {n: x.cuda() for n, x in dense().items()}
-    refused(lambda: flash_ext.attention(**on_gpu), RuntimeError, "float32")
+    refused(lambda: flash_ext.attention(**on_gpu), RuntimeError, "float32", "bfloat16", "autocast")
 
 
 # ---- attn_backward -------------------------------------------------------------------------------

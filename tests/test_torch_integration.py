@@ -309,4 +309,21 @@ def test_broken_gpu_library_warns_and_leaves_the_cpu(copied_package, runtime, na
     pretend = pretend.replace("\n", f"; torch.version.{runtime} = '13.0'\n")
     out, err = run_python(pretend, copied_package.parent)
     assert out == "True\n"
-    assert "RuntimeWarning: flash_ext's" in err and "The loader says:" in err
+    assert f"RuntimeWarning: flash_ext: {name}.abi3.so does not load" in err
+    assert "The loader says:" in err
+
+
+def test_missing_gpu_library_says_how_to_build(copied_package):
+    """What a GPU tensor meets in a CPU build, reached here by the key that it would bring."""
+    (copied_package / "_C.abi3.so").symlink_to(PACKAGE / "_C.abi3.so")
+    code = (
+        "import torch; torch.version.cuda = '13.0'\n"
+        "import flash_ext\n"
+        "x = torch.zeros(1, 2, 1, 8)\n"
+        "cuda = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)\n"
+        "torch.ops.flash.attn.default.redispatch(cuda, x, x, x)\n"
+    )
+    _, err = run_python(code, copied_package.parent)
+    last = err.strip().splitlines()[-1]
+    assert last.startswith("RuntimeError: flash: no kernel for GPU tensors: flash_ext was built")
+    assert "FLASH_EXT_ARCHS=sm90" in last

@@ -1,6 +1,7 @@
 """What has been measured and tested on which device, kept in benchmarks/results.
 
     python tools/evidence.py run --out DIR   tests/gpu and the bench; writes DIR/<device>.json
+                                             (--device cpu: the bench alone)
     python tools/evidence.py merge FILE      a result file from elsewhere into benchmarks/results
     python tools/evidence.py tables          rewrites README.md's and docs/performance.md's tables
     python tools/evidence.py check           warns of rows whose sources have changed and of tables
@@ -78,15 +79,19 @@ def summary(junit: Path) -> dict:
     }
 
 
-def run_tests(arguments: list[str]) -> dict:
-    """tests/gpu in a process of its own; {} when it did not get as far as a report."""
+def run_tests(arguments: list[str]) -> tuple[dict, bool]:
+    """tests/gpu in a process of its own: (summary, whether it succeeded and anything ran).
+
+    The summary is {} when pytest did not get as far as a report.
+    """
     with tempfile.TemporaryDirectory() as folder:
         junit = Path(folder) / "junit.xml"
         command = [sys.executable, "-m", "pytest", "tests/gpu", "-m", "gpu", "-q", "--tb=short"]
         command += ["-rf", "-p", "no:cacheprovider", f"--junitxml={junit}", *arguments]
         print("$", *command, flush=True)
-        subprocess.run(command, cwd=ROOT, check=False)
-        return summary(junit) if junit.exists() else {}
+        code = subprocess.run(command, cwd=ROOT, check=False).returncode
+        tests = summary(junit) if junit.exists() else {}
+        return tests, code == 0 and tests.get("passed", 0) > 0
 
 
 def device_of(kind: str) -> tuple[str, dict]:
@@ -105,11 +110,11 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
     name, meta = device_of(options.device)
     path = options.out / name
     status = 0
-    if options.only != "bench":
-        tests = run_tests(options.pytest)
+    if options.only != "bench" and options.device != "cpu":  # tests/gpu says nothing of a CPU
+        tests, good = run_tests(options.pytest)
         results.merge_into(path, {"meta": meta, "tests": tests, "rows": []})
         print({key: value for key, value in tests.items() if key != "failures"})
-        status = 0 if tests and not tests["failed"] else 1
+        status = 0 if good else 1
     if options.only != "tests":
         command = [sys.executable, "-m", "flash_ext.bench", "--device", options.device]
         command += ["--out", str(path.resolve()), *rest]
@@ -260,6 +265,8 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
 
     if options.command == "run":
+        if options.device == "cpu" and (options.only == "tests" or options.pytest):
+            parser.error("the tests are a GPU's: with --device cpu leave out --only tests, --pytest")
         return run(options, rest)
     if options.command == "merge":
         content = results.load(options.file)

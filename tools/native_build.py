@@ -59,6 +59,13 @@ def requested_archs() -> list[str]:
     return ["cpu", *(arch for arch in archs if arch != "cpu")]
 
 
+def kernel_filter(archs: Sequence[str]) -> str:
+    """FLASH_EXT_ONLY where it names a kernel of this library; without one all are built."""
+    only = os.environ.get("FLASH_EXT_ONLY", "")
+    names = [kernel.name for kernel in load_manifest().kernels(archs)]
+    return only if any(only in name for name in names) else ""
+
+
 def visible_gpu_arch() -> str | None:
     """The architecture of the first visible GPU in FLASH_EXT_ARCHS' names, or None."""
     import torch
@@ -169,8 +176,7 @@ def host_includes(include: Path) -> list[str]:
 def build_cpu_library(build_dir: Path, output: Path) -> None:
     """flash_ext/_C: the schemas and the CPU kernels."""
     generated = build_dir / "generated"
-    only = os.environ.get("FLASH_EXT_ONLY", "")
-    units = load_manifest().generate(["cpu"], generated, only)
+    units = load_manifest().generate(["cpu"], generated, kernel_filter(["cpu"]))
     include, lib = torch_paths()
     sources = [(CSRC / name, ()) for name in ("backend_cpu.cpp", *SHARED_SOURCES)]
     sources += [(generated / unit["source"], unit["flags"]) for unit in units]
@@ -207,8 +213,7 @@ def build_cuda_library(build_dir: Path, output: Path, archs: Sequence[str]) -> N
     """flash_ext/_C_cuda: the CUDA kernels of some architectures, with the runtime inside."""
     home = cuda_home()
     generated = build_dir / "generated"
-    only = os.environ.get("FLASH_EXT_ONLY", "")
-    units = load_manifest().generate(list(archs), generated, only)
+    units = load_manifest().generate(list(archs), generated, kernel_filter(archs))
     include, lib = torch_paths()
     sources = [(CSRC / name, ()) for name in ("backend_gpu.cpp", *SHARED_SOURCES)]
     sources += [(generated / unit["source"], unit["flags"]) for unit in units]

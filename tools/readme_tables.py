@@ -10,10 +10,10 @@ string or a list of strings. What no kernel declares is therefore in no table.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import sys
 from pathlib import Path
-from types import ModuleType
+
+import native_build
 
 ROOT = Path(__file__).resolve().parent.parent
 BEGIN, END = "<!-- support-table:begin -->", "<!-- support-table:end -->"
@@ -24,15 +24,6 @@ COLUMNS = {
     "head_dim": "head dim",
     "features": "features",
 }
-
-
-def load_kernels() -> ModuleType:
-    """csrc/kernels.py as a module; csrc is no package, so by path."""
-    spec = importlib.util.spec_from_file_location("kernels", ROOT / "csrc" / "kernels.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up by name
-    spec.loader.exec_module(module)
-    return module
 
 
 def support_table(rows: list[dict]) -> str:
@@ -64,7 +55,7 @@ def main() -> int:
 
     path = ROOT / "README.md"
     readme = path.read_text(encoding="utf-8")
-    fresh = with_table(readme, support_table(load_kernels().support_rows()))
+    fresh = with_table(readme, support_table(native_build.load_manifest().support_rows()))
     if readme == fresh:
         return 0
     if options.check:

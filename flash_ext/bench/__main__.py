@@ -13,7 +13,7 @@ import torch
 
 import flash_ext
 
-from . import grid, report, results
+from . import grid, peers, report, results
 from .measure import Bench
 from .timing import matmul_ceiling
 
@@ -40,11 +40,17 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         "--mode", type=_list(grid.MODES), help="any of " + ",".join(grid.MODES) + "; default all"
     )
     parser.add_argument(
-        "--head-dim", type=_list(kind=int), default=(), help="instead of the grid's"
+        "--head-dim",
+        type=_list(kind=int),
+        default=(),
+        help="instead of the grid's; gqa, varlen and features take one, 128 or else the first, "
+        "memory takes two",
     )
     parser.add_argument("--seqlen", type=_list(kind=int), default=(), help="instead of the grid's")
     parser.add_argument(
-        "--peers", type=_list(), help="only these peers, such as fa2,cudnn; default all, none: ''"
+        "--peers",
+        type=_list(peers.NAMES),
+        help="only these peers, of " + ",".join(peers.NAMES) + "; default all, none: ''",
     )
     parser.add_argument("--quick", action="store_true", help="few points, no slow peers")
     parser.add_argument(
@@ -54,7 +60,15 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--compare", type=Path, help="an older result file to compare ours with")
     parser.add_argument("--figures", type=Path, help="directory for PNGs")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    for flag, given, fixed in (
+        ("--head-dim", options.head_dim, grid.FIXED_HEAD_DIM),
+        ("--seqlen", options.seqlen, grid.FIXED_SEQLEN),
+    ):
+        unused = [mode for mode in options.mode or () if mode in fixed]
+        if given and unused:
+            parser.error(f"{flag} has no meaning for --mode {','.join(unused)}: leave one out")
+    return options
 
 
 def driver_version() -> str:

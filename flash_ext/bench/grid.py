@@ -10,6 +10,9 @@ import random
 from dataclasses import dataclass, field, replace
 
 MODES = ("fwd", "bwd", "gqa", "varlen", "features", "host", "accuracy", "memory")
+# Modes with head dims, or lengths, of their own, which cannot be asked for.
+FIXED_HEAD_DIM = ("host",)
+FIXED_SEQLEN = ("varlen", "features", "host", "accuracy")
 
 
 @dataclass(frozen=True)

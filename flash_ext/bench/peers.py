@@ -27,6 +27,7 @@ BACKENDS = {
     "mem_eff": SDPBackend.EFFICIENT_ATTENTION,
     "naive": SDPBackend.MATH,
 }
+NAMES = (*BACKENDS, "flex", "op")
 SOFTCAP, DROPOUT_P = 30.0, 0.1
 # Slow to run or to compile: timed at this head_dim alone.
 SLOW, SLOW_HEAD_DIM = ("mem_eff", "flex", "naive"), 128

@@ -16,7 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]  # of a source tree; an installed package has no csrc
-RESULTS = ROOT / "benchmarks" / "results"
+# An installed package writes under the working directory, not beside itself in site-packages.
+RESULTS = (ROOT if (ROOT / "csrc").is_dir() else Path()) / "benchmarks" / "results"
 
 # A row's identity: a new measurement of it replaces the old one.
 KEY = (

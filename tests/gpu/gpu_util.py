@@ -97,12 +97,9 @@ def check(case):
     return check_inputs(util.make_inputs(case, "cuda"), f"{case}, seed {case.seed}")
 
 
-DEFAULTS = {
-    **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "page_table")),
-    **dict.fromkeys(("rng_state", "max_seqlen_q", "max_seqlen_k", "softmax_scale")),
-    **{"causal": False, "window": (-1, -1), "softcap": 0.0, "dropout_p": 0.0},
-    **{"deterministic": False, "num_splits": 0},
-}
+_ARGUMENTS = torch.ops.flash.attn.default._schema.arguments[len(GRADIENT_NAMES) :]
+DEFAULTS = {argument.name: argument.default_value for argument in _ARGUMENTS}
+DEFAULTS["window"] = (DEFAULTS.pop("window_left"), DEFAULTS.pop("window_right"))
 
 
 def inputs_of(q, k, v, bias=None, alibi_slopes=None, sinks=None, lse_grad=True, **options):

@@ -3,7 +3,7 @@
 // A row is chosen by the head-dim bucket and by what a block may use of shared memory: 99 KB (sm86,
 // sm89, sm120), 163 (sm80, sm87) or 227 (sm90, sm100). Shared memory holds Q (kBlockM rows) and two
 // stages of K and V (kBlockN rows each): 2 kDim (kBlockM + 4 kBlockN) bytes. Figures are TFLOP/s on
-// an H200, bf16, full mask, 16k tokens, at seqlen 1k / 4k / 16k; docs/performance.md has the log.
+// an H200, bf16, full mask, 16k tokens, at seqlen 1k / 4k / 16k; docs/tile.md has the log.
 #pragma once
 
 namespace flash::cuda {
