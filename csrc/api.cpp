@@ -3,7 +3,6 @@
 
 #include <torch/csrc/stable/ops.h>
 
-#include <cmath>
 #include <initializer_list>
 #include <limits>
 
@@ -37,10 +36,6 @@ void* data_of(const OptTensor& t) { return t ? t->mutable_data_ptr() : nullptr; 
 Tensor allocate(const Tensor& like, std::vector<int64_t> shape, ScalarType dtype, bool has_gaps) {
   return has_gaps ? torch::stable::new_zeros(like, shape, dtype)
                   : torch::stable::new_empty(like, shape, dtype);
-}
-
-std::vector<int64_t> shape_of(const Tensor& t) {
-  return std::vector<int64_t>(t.sizes().begin(), t.sizes().end());
 }
 
 bool rows_are_aligned(const Tensor& t, int64_t bytes) {
@@ -189,8 +184,7 @@ uint32_t grad_features(const BwdParams& p, const Needed& needed) {
 Grads run_bwd(AttnArgs& args, BwdInputs& in, const Needed& needed) {
   BwdParams p;
   const AttnArgs given = args;  // dtypes of slopes and sinks before they become acc
-  args.num_splits = 0;          // only the forward is split
-  const uint32_t features = prepare(args, p);
+  const uint32_t features = prepare(args, p) & ~kSplits;  // only the forward is split
   check_needed(args, needed);
   fill_bwd_inputs(args, in, p);
   const Tensor& q = *args.q;
@@ -295,8 +289,8 @@ void explain(StableIValue* stack, uint64_t, uint64_t) {
   args.read_attn(reader);
   const bool backward = reader.next<bool>();
   AttnParams p;
-  if (backward) args.num_splits = 0;
-  const uint32_t features = prepare(args, p);
+  uint32_t features = prepare(args, p);
+  if (backward) features &= ~kSplits;
   DeviceScope scope(*args.q);
   return_outputs(stack, explain(Problem{backward ? Pass::kBwd : Pass::kFwd, dtype_of(*args.q),
                                         p.head_dim, p.head_dim_v, features}));

@@ -14,7 +14,7 @@
 namespace flash {
 
 // The arguments that every operator shares, with the only defaults there are. attn_backward takes
-// the same without defaults (without_defaults), so that the two cannot drift apart; there
+// the same without defaults (attn_backward_schema), so that the two cannot drift apart; there
 // num_splits has no meaning, because only the forward is split.
 #define FLASH_ATTN_ARGS                                                                   \
   "Tensor? bias=None, Tensor? alibi_slopes=None, Tensor? sinks=None, "                    \

@@ -25,10 +25,6 @@ std::string shape_text(const std::vector<int64_t>& shape) {
   return text.str();
 }
 
-std::vector<int64_t> shape_of(const Tensor& t) {
-  return std::vector<int64_t>(t.sizes().begin(), t.sizes().end());
-}
-
 std::string dtype_text(ScalarType type) {
   switch (type) {
     case ScalarType::Half:
@@ -57,16 +53,21 @@ bool is_float(const Tensor& t) {
   return dtype != DType::kNone && dtype != DType::kBool;
 }
 
+std::string device_text(const Tensor& t) {
+  if (t.is_cpu()) return "the CPU";
+  return "device " + std::to_string(t.get_device_index());
+}
+
 void check_device(const char* name, const Tensor& t, const Tensor& q) {
   if (t.device() != q.device())
-    refuse(name, " is on another device than q; move it there with ", name, ".to(q.device)");
+    refuse(name, " is on ", device_text(t), " and q on ", device_text(q), "; move it there with ",
+           name, ".to(q.device)");
 }
 
 void check_rank(const char* name, const Tensor& t, int64_t rank, const char* layout) {
   if (t.dim() != rank)
     refuse(name, " has ", t.dim(), " dimensions, shape ", shape_text(shape_of(t)), "; allowed is ",
-           layout, ", ", rank, " dimensions",
-           rank == 4 && t.dim() == 3 ? " (packed sequences need cu_seqlens_q and cu_seqlens_k)" : "");
+           layout, ", ", rank, " dimensions");
 }
 
 void check_shape(const char* name, const Tensor& t, const std::vector<int64_t>& shape,
@@ -102,10 +103,12 @@ void check_qkv(const AttnArgs& args) {
     check_device(name, *t, q);
   }
   const bool varlen = args.varlen();
-  const char* layout_q = varlen ? "(total_q, num_heads, head_dim) with cu_seqlens_q"
-                                : "(batch, seqlen_q, num_heads, head_dim)";
-  const char* layout_k = varlen ? "(total_k, num_heads_k, head_dim) with cu_seqlens_k"
-                                : "(batch, seqlen_k, num_heads_k, head_dim)";
+  const char* layout_q =
+      varlen ? "(total_q, num_heads, head_dim) with cu_seqlens_q"
+             : "(batch, seqlen_q, num_heads, head_dim), or packed with cu_seqlens_q";
+  const char* layout_k =
+      varlen ? "(total_k, num_heads_k, head_dim) with cu_seqlens_k"
+             : "(batch, seqlen_k, num_heads_k, head_dim), or packed with cu_seqlens_k";
   check_rank("q", q, varlen ? 3 : 4, layout_q);
   check_rank("k", k, varlen ? 3 : 4, layout_k);
   check_rank("v", v, varlen ? 3 : 4, layout_k);
@@ -355,6 +358,10 @@ uint32_t prepare(AttnArgs& args, AttnParams& p) {
   p.k = view_of(*args.k, args.varlen());
   p.v = view_of(*args.v, args.varlen());
   return features_of(args, p);
+}
+
+std::vector<int64_t> shape_of(const Tensor& t) {
+  return std::vector<int64_t>(t.sizes().begin(), t.sizes().end());
 }
 
 View view_of(const Tensor& t, bool varlen) {

@@ -70,6 +70,8 @@ View view_of(const Tensor& t, bool varlen);
 Tensor contiguous_rows(const Tensor& t);
 Tensor as_contiguous(const Tensor& t);
 
+std::vector<int64_t> shape_of(const Tensor& t);
+
 void check_like(const char* name, const Tensor& t, const std::vector<int64_t>& shape,
                 torch::headeronly::ScalarType dtype, const Tensor& q);
 

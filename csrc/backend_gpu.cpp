@@ -4,6 +4,7 @@
 #include <array>
 
 #include "api.h"
+#include "cuda/launch.h"
 #include "kernel_table.h"
 
 // In CUDA builds of torch only, and so not declared by the headers of others.
@@ -12,15 +13,15 @@ extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_inde
 
 namespace flash {
 
+// Whatever can fail comes before the switch, so that a failure leaves the caller's device current.
 DeviceScope::DeviceScope(const torch::stable::Tensor& q) {
   const int device = q.get_device_index();
   int current = 0;
-  cudaGetDevice(&current);
-  if (current != device) {
-    previous_device_ = current;
-    cudaSetDevice(device);
-  }
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &launch.stream));
+  cuda::check(cudaGetDevice(&current), "asking for the current device");
+  if (current == device) return;
+  cuda::check(cudaSetDevice(device), "making q's device current");
+  previous_device_ = current;
 }
 
 DeviceScope::~DeviceScope() {

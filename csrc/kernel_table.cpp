@@ -50,7 +50,7 @@ std::string why_not(const KernelEntry& entry, const Problem& problem) {
   } else if (problem.features & ~entry.features) {
     reason << "lacks " << feature_names(problem.features & ~entry.features);
   } else if (!entry.runs_here()) {
-    reason << "needs instructions that this processor does not have";
+    reason << "is not for this processor (instructions or shared memory)";
   }
   return reason.str();
 }
@@ -86,19 +86,22 @@ std::string not_supported(const Problem& problem) {
   std::ostringstream text;
   describe(text << "no kernel of this build serves ", problem);
   bool has_pass = false, has_dtype = false;
+  std::string dtypes;  // of the pass
   for (int i = 0; i < kKernelTableSize; ++i) {
     const KernelEntry& entry = kKernelTable[i];
     if (entry.pass != problem.pass) continue;
     has_pass = true;
+    const std::string name = dtype_name(entry.dtype);
+    if (dtypes.find(name) == std::string::npos) dtypes += (dtypes.empty() ? "" : ", ") + name;
     if (entry.dtype != problem.dtype) continue;
     has_dtype = true;
     text << "; " << entry.name << " " << why_not(entry, problem);
   }
   if (!has_pass)
-    text << "; it has no " << pass_name(problem.pass) << " kernels for this device";
+    text << "; it has no " << pass_name(problem.pass)
+         << " kernels for this device: run that call on CPU tensors";
   else if (!has_dtype)
-    text << "; this device has kernels for float16 and bfloat16: convert with .to(torch.bfloat16), "
-            "or run under torch.autocast";
+    text << "; allowed here are " << dtypes << ": convert q, k and v, or run under torch.autocast";
   for (int i = 0; i < kSkipReasonsSize; ++i) {
     const SkipReason& skip = kSkipReasons[i];
     if (problem.features & skip.feature)

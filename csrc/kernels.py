@@ -71,6 +71,7 @@ GPU_SMEM_KB = {
     "sm100": 227,
     "sm120": 99,
 }
+EXACT_ARCHS = ("sm87", "sm90")  # machine code of these runs on no other
 BUILT_ARCHS = ("cpu", *GPU_SMEM_KB)
 
 PAGED = "paged keys are not built yet; gather the pages into contiguous k and v"
@@ -231,7 +232,11 @@ def gpu_kernels(arch: str, newest: bool) -> list[Kernel]:
             row_alignment=16,
             suffix=".cu",
             prelude=f'#include "cuda/tile/{pass_}.cuh"\n#include "kernel_table.h"\n',
-            runs=f"cuda::runs_on({arch.removeprefix('sm')})",
+            runs=(
+                f"cuda::runs_on({arch_number(arch)}, {smem}, "
+                f"cuda::Runs::{'kExactly' if arch in EXACT_ARCHS else 'kSameMajor'}, "
+                f"cuda::Carries::{'kCodeAndPtx' if newest else 'kCode'})"
+            ),
             workspace=f"cuda::{pass_}_workspace",
             call=f"cuda::{pass_}<{DTYPES[dtype][1]}, {head_dim}, {smem}>",
             flags=gpu_flags(arch, newest),
@@ -248,7 +253,7 @@ def arch_number(arch: str) -> int:
 
 def kernels(archs: str | Sequence[str], machine: str = platform.machine()) -> list[Kernel]:
     """The kernels of some architectures of one library, in order of preference."""
-    archs = [archs] if isinstance(archs, str) else list(archs)
+    archs = [archs] if isinstance(archs, str) else list(dict.fromkeys(archs))
     for arch in archs:
         if arch not in ARCHS:
             raise ValueError(f"architecture {arch!r} is not one of {', '.join(ARCHS)}")

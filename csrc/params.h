@@ -9,6 +9,7 @@
 #include <cstdint>
 
 #include "common/number.h"
+#include "common/score.h"
 #include "common/seqlen.h"
 
 namespace flash {
@@ -33,12 +34,24 @@ struct BiasView {
   int64_t row_stride = 0;
   int64_t key_stride = 0;
   DType dtype = DType::kNone;
+
+  // One head's matrix.
+  FLASH_HD BiasMatrix of(int batch, int head) const {
+    if (!data) return {nullptr, 0, 0, DType::kNone};
+    const int64_t at = batch * batch_stride + head * head_stride;
+    return {static_cast<const char*>(data) + at * dtype_size(dtype), row_stride, key_stride, dtype};
+  }
 };
 
 // One acc value a (sequence, head): (num_heads,) has batch_stride 0.
 struct HeadValues {
   const void* data = nullptr;
   int64_t batch_stride = 0;
+
+  template <typename T>
+  FLASH_HD T of(int batch, int head, T otherwise) const {
+    return data ? static_cast<const T*>(data)[batch * batch_stride + head] : otherwise;
+  }
 };
 
 // Shared by every pass.

@@ -8,7 +8,9 @@ other list of that length a line per argument.
 """
 
 import json
+import numbers
 import operator
+import sys
 
 import torch
 from torch import Tensor
@@ -40,9 +42,23 @@ def _as_int(name: str, x):
         raise _type_error(name, x, "an int", "convert it with int()") from None
 
 
-def _check_number(name: str, x) -> None:
-    if isinstance(x, bool) or not isinstance(x, (float, int, torch.SymFloat, torch.SymInt)):
+def _as_float(name: str, x):
+    """A Python or symbolic number as it is; another real number (NumPy's) as a float."""
+    if isinstance(x, (float, int, torch.SymFloat, torch.SymInt)) and not isinstance(x, bool):
+        return x
+    if isinstance(x, bool) or not isinstance(x, numbers.Real):
         raise _type_error(name, x, "a float", "convert it with float()")
+    return float(x)
+
+
+def _as_bool(name: str, x) -> bool:
+    """A bool; NumPy's too, which whoever passes one has imported."""
+    if isinstance(x, bool):
+        return x
+    numpy = sys.modules.get("numpy")
+    if numpy is None or not isinstance(x, numpy.bool_):
+        raise _type_error(name, x, "True or False", "convert it with bool()")
+    return bool(x)
 
 
 def _window(name: str, window) -> tuple:
@@ -60,12 +76,13 @@ def _window(name: str, window) -> tuple:
     return _as_int(f"{name}[0]", left), _as_int(f"{name}[1]", right)
 
 
-def _max_seqlen(name: str, max_seqlen, cu_seqlens, seqused, bias, bias_dim: int):
+def _max_seqlen(name: str, max_seqlen, cu_seqlens, seqused, bias, bias_dim: int, probs: bool):
     """max_seqlen as the operator takes it, and seqused.
 
     A tensor of one integer is read back, except by a compiler, which could not go on: there its
     value joins seqused, since a sequence's length is the smallest of the two and cu_seqlens'
-    difference. The price is a launch sized by the total.
+    difference. The price is a launch sized by the total, and no probabilities (probs), whose
+    shape it is.
     """
     if max_seqlen is None or type(max_seqlen) is int:
         return max_seqlen, seqused
@@ -78,6 +95,14 @@ def _max_seqlen(name: str, max_seqlen, cu_seqlens, seqused, bias, bias_dim: int)
         )
     if cu_seqlens is None or not torch.compiler.is_compiling():
         return int(max_seqlen), seqused
+    # Refused in this very function: where a graph break makes the compiler retry without it, the
+    # call goes on eagerly from here, with the value read back.
+    if probs:
+        raise ValueError(
+            f"{name} is a tensor while compiling, but it is the shape of the probabilities "
+            "(attn_probs, return_attn_probs); it must be an int: pass the longest sequence's "
+            "length as an int, or call this outside torch.compile"
+        )
     bound = max_seqlen.reshape(1).to(cu_seqlens.device, torch.int32)
     seqused = bound.expand(cu_seqlens.shape[0] - 1) if seqused is None else seqused.minimum(bound)
     if bias is not None and bias.shape[bias_dim] != 1:
@@ -114,6 +139,7 @@ def _arguments(
     num_splits,
     window_name="window",
     draw_rng_state=_draw_rng_state,
+    probs=False,
 ):
     """flash::attn's arguments, in its order, after the checks that are Python's."""
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -126,21 +152,20 @@ def _arguments(
     for name, x in zip(_TENSOR_NAMES, optional, strict=True):
         if x is not None and not isinstance(x, Tensor):
             raise _type_error(name, x, "a torch.Tensor or None", "convert it with torch.as_tensor")
-    for name, x in (("causal", causal), ("deterministic", deterministic)):
-        if not isinstance(x, bool):
-            raise _type_error(name, x, "True or False", "convert it with bool()")
+    causal = _as_bool("causal", causal)
+    deterministic = _as_bool("deterministic", deterministic)
     if softmax_scale is not None:
-        _check_number("softmax_scale", softmax_scale)
-    _check_number("softcap", softcap)
-    _check_number("dropout_p", dropout_p)
+        softmax_scale = _as_float("softmax_scale", softmax_scale)
+    softcap = _as_float("softcap", softcap)
+    dropout_p = _as_float("dropout_p", dropout_p)
     window_left, window_right = _window(window_name, window)
     if max_seqlen_q is not None:
         max_seqlen_q, seqused_q = _max_seqlen(
-            "max_seqlen_q", max_seqlen_q, cu_seqlens_q, seqused_q, bias, -2
+            "max_seqlen_q", max_seqlen_q, cu_seqlens_q, seqused_q, bias, -2, probs
         )
     if max_seqlen_k is not None:
         max_seqlen_k, seqused_k = _max_seqlen(
-            "max_seqlen_k", max_seqlen_k, cu_seqlens_k, seqused_k, bias, -1
+            "max_seqlen_k", max_seqlen_k, cu_seqlens_k, seqused_k, bias, -1, probs
         )
     if dropout_p > 0 and rng_state is None:
         rng_state = draw_rng_state(q)
@@ -182,6 +207,7 @@ def attention(
 
     Args:
         q: (batch, seqlen_q, num_heads, head_dim); packed (total_q, num_heads, head_dim).
+            transpose(1, 2) SDPA's (batch, heads, seqlen, head_dim).
         k: (batch, seqlen_k, num_heads_k, head_dim); packed (total_k, num_heads_k, head_dim).
             num_heads is a multiple of num_heads_k, and query head h reads key head
             h // (num_heads // num_heads_k).
@@ -194,14 +220,16 @@ def attention(
         sinks: (num_heads,), any float dtype: a logit that takes part in the softmax alone.
         cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32, where the packed sequences begin and end.
         seqused_q, seqused_k: (batch,) int32, shorten sequences without moving them.
-        page_table: (batch, max_pages) int32; k and v are then (num_pages, page_size, …).
+        page_table: (batch, max_pages) int32; k and v are then (num_pages, page_size, …). Refused
+            for now: paged keys are not built yet.
         max_seqlen_q, max_seqlen_k: the longest sequence, an int or a tensor of one integer
             (read back). None: the total.
         softmax_scale: default 1 / sqrt(head_dim).
         causal: key j is visible to row i when j <= i + seqlen_k - seqlen_q (bottom right).
         window: (left, right), inclusive around i + seqlen_k - seqlen_q; -1 is unbounded.
         softcap: scores become softcap * tanh(score / softcap); 0 is off.
-        dropout_p: in steps of 1/256; kept probabilities are scaled up.
+        dropout_p: in steps of 1/256; kept probabilities are scaled up. Below 1/512 nothing is
+            dropped, from 511/512 on everything.
         rng_state: (2,) int64, the state of the dropout mask; drawn from torch's generator of q's
             device when None. The same state gives the same mask on every backend.
         deterministic: the backward gives the same bits in every run; also on under
@@ -247,8 +275,18 @@ def merge(out_a, lse_a, out_b, lse_b):
         may have been computed with the sinks.
 
     Raises:
+        TypeError: an argument is no tensor of a floating dtype, by name.
         ValueError: the parts' shapes or dtypes do not match.
     """
+    parts = (("out_a", out_a), ("lse_a", lse_a), ("out_b", out_b), ("lse_b", lse_b))
+    for name, x in parts:
+        if not isinstance(x, Tensor):
+            raise _type_error(name, x, "a torch.Tensor", "pass what attention returned")
+        if not x.is_floating_point():
+            raise TypeError(
+                f"{name} is a {x.dtype} tensor; it must be of a floating dtype: pass what "
+                "attention returned"
+            )
     return ops.merge(out_a, lse_a, out_b, lse_b)
 
 
@@ -283,10 +321,13 @@ def attn_probs(
         dropped the entry. Differentiating it raises NotImplementedError.
 
     Raises:
-        ValueError: the result would have more than 2**28 elements; dropout_p without rng_state.
+        TypeError, ValueError, RuntimeError: as `attention`.
+        ValueError: the result would have more than 2**28 elements; dropout_p without rng_state; a
+            tensor max_seqlen under torch.compile.
     """
     if not isinstance(lse, Tensor):
         raise _type_error("lse", lse, "a torch.Tensor", "pass the lse that attention returned")
+    dropout_p = _as_float("dropout_p", dropout_p)
     if dropout_p > 0 and rng_state is None:
         raise ValueError(
             f"dropout_p is {dropout_p} but rng_state is None; pass the rng_state that attention "
@@ -296,6 +337,7 @@ def attn_probs(
         *(q, k, k, bias, alibi_slopes, None, cu_seqlens_q, cu_seqlens_k),
         *(seqused_q, seqused_k, None, rng_state, max_seqlen_q, max_seqlen_k),
         *(softmax_scale, causal, window, softcap, dropout_p, False, 0),
+        probs=True,
     )
     _check_probs_size(args)
     return ops.attn_probs(*_probs_arguments(args, lse))
@@ -310,6 +352,9 @@ def _probs_arguments(args, lse):
 def _check_probs_size(args) -> None:
     """ValueError when the probabilities would have more than MAX_PROBS elements."""
     q, k, cu_seqlens_q, max_seqlen_q, max_seqlen_k = args[0], args[1], args[6], *args[12:14]
+    rank = 4 if cu_seqlens_q is None else 3
+    if q.dim() != rank or k.dim() != rank or (rank == 3 and cu_seqlens_q.dim() != 1):
+        return  # the operator says so
     if cu_seqlens_q is None:
         batch, seqlen_q, seqlen_k = q.shape[0], q.shape[1], k.shape[1]
     else:
@@ -321,7 +366,8 @@ def _check_probs_size(args) -> None:
         raise ValueError(
             f"the probabilities (batch {batch}, num_heads {num_heads}, seqlen_q {seqlen_q}, "
             f"seqlen_k {seqlen_k}) would have more than {MAX_PROBS} elements; leave out "
-            "return_attn_probs, or ask for fewer heads or rows at a time"
+            "return_attn_probs, or ask for fewer heads or rows at a time; for lse alone call "
+            "flash_ext.attention(…, return_lse=True)"
         )
 
 
@@ -354,6 +400,14 @@ def explain(
 
     The arguments are `attention`'s; backward asks about the backward pass. Nothing is computed,
     and no dropout mask is drawn.
+
+    Returns:
+        Lines: "required: " and the pass, dtype, head dims and features; "serves: " and a kernel's
+        name, or "no kernel"; then, for each other kernel of the pass, "not <name>: <reason>".
+
+    Raises:
+        TypeError, ValueError: as `attention`. A call that no kernel serves is described, not
+            refused, but for page_table, which is a RuntimeError.
     """
     args = _arguments(
         *(q, k, v, bias, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k),
@@ -401,12 +455,23 @@ def _flash_attn(
         *(None, None, page_table, None, max_seqlen_q, max_seqlen_k),
         *(softmax_scale, causal, window_size, softcap, dropout_p, deterministic, 0),
         window_name="window_size",
+        probs=bool(return_attn_probs),
     )
     if not return_attn_probs:
         return ops.call_attn(args)[0]
     _check_probs_size(args)
     out, lse = ops.call_attn(args)
     return out, lse, ops.attn_probs(*_probs_arguments(args, lse))
+
+
+def _require_cu_seqlens(**cu_seqlens) -> None:
+    """ValueError when one is None, by the caller's own name for it."""
+    for name, x in cu_seqlens.items():
+        if x is None:
+            raise ValueError(
+                f"{name} is None; {' and '.join(cu_seqlens)} must be given, (batch + 1,) int32: "
+                "pass where the packed sequences begin and end, or call the function without varlen"
+            )
 
 
 def _unpack(name: str, x, count: int, packed_ndim: int):
@@ -441,11 +506,13 @@ def flash_attn_func(
     """Dense attention with flash-attn 2.8's signature; `attention` says what the arguments mean.
 
     Args:
-        q: (batch, seqlen_q, num_heads, head_dim).
+        q: (batch, seqlen_q, num_heads, head_dim); transpose(1, 2) SDPA's (batch, heads, seqlen,
+            head_dim).
         k, v: (batch, seqlen_k, num_heads_k, head_dim), v may have another head_dim.
         dropout_p: 0.0 during evaluation.
         window_size: (left, right), inclusive, -1 = unbounded.
-        return_attn_probs: return the probabilities too; refused above 2**28 elements.
+        return_attn_probs: return the probabilities too; refused above 2**28 elements. For lse
+            alone call flash_ext.attention(…, return_lse=True).
 
     Returns:
         out (batch, seqlen_q, num_heads, head_dim_v); with return_attn_probs (out, softmax_lse,
@@ -478,7 +545,7 @@ def flash_attn_kvpacked_func(
 ):
     """`flash_attn_func` with k and v in one tensor kv (batch, seqlen_k, 2, num_heads_k, head_dim).
 
-    The gradient of kv is one tensor.
+    The gradient of kv is one tensor. Errors may name its parts, k and v.
     """
     k, v = _unpack("kv", kv, 2, 5)
     return _flash_attn(
@@ -503,7 +570,7 @@ def flash_attn_qkvpacked_func(
 ):
     """`flash_attn_func` with q, k and v in one tensor qkv (batch, seqlen, 3, num_heads, head_dim).
 
-    The gradient of qkv is one tensor.
+    The gradient of qkv is one tensor. Errors may name its parts, q, k and v.
     """
     q, k, v = _unpack("qkv", qkv, 3, 5)
     return _flash_attn(
@@ -542,7 +609,11 @@ def flash_attn_varlen_func(
         cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32, where the sequences begin and end.
         max_seqlen_q, max_seqlen_k: the longest sequence, an int or a tensor of one integer. A
             longer one is cut to it.
-        block_table: (batch, max_pages) int32, `attention`'s page_table.
+        return_attn_probs: as `flash_attn_func`, but refused under torch.compile with a tensor
+            max_seqlen, which would not be the shape's. For lse alone call
+            flash_ext.attention(…, return_lse=True).
+        block_table: (batch, max_pages) int32, `attention`'s page_table, as errors call it; refused
+            for now: paged keys are not built yet.
         The others: as `flash_attn_func`.
 
     Returns:
@@ -553,6 +624,7 @@ def flash_attn_varlen_func(
     Raises:
         TypeError, ValueError, RuntimeError: as `attention`.
     """
+    _require_cu_seqlens(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     return _flash_attn(
         *(q, k, v, bias, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, block_table),
         *(max_seqlen_q, max_seqlen_k, softmax_scale),
@@ -581,8 +653,9 @@ def flash_attn_varlen_kvpacked_func(
 ):
     """`flash_attn_varlen_func` with k and v in one tensor kv (total_k, 2, num_heads_k, head_dim).
 
-    The gradient of kv is one tensor.
+    The gradient of kv is one tensor. Errors may name its parts, k and v.
     """
+    _require_cu_seqlens(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     k, v = _unpack("kv", kv, 2, 4)
     return _flash_attn(
         *(q, k, v, bias, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, None),
@@ -610,8 +683,9 @@ def flash_attn_varlen_qkvpacked_func(
     """`flash_attn_varlen_func` with q, k and v in one tensor qkv (total, 3, num_heads, head_dim).
 
     cu_seqlens (batch + 1,) int32 and max_seqlen hold for queries and keys. The gradient of qkv is
-    one tensor.
+    one tensor. Errors may say cu_seqlens_q, max_seqlen_q, q, k or v for the part of these.
     """
+    _require_cu_seqlens(cu_seqlens=cu_seqlens)
     q, k, v = _unpack("qkv", qkv, 3, 4)
     return _flash_attn(
         *(q, k, v, bias, alibi_slopes, sinks, cu_seqlens, cu_seqlens, None),

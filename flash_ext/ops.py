@@ -228,9 +228,7 @@ def _loop(op, size, dims, args):
     ]
     if isinstance(calls[0], Tensor):
         return torch.stack(calls)[:size]
-    return tuple(
-        None if x[0] is None else torch.stack(x)[:size] for x in zip(*calls, strict=True)
-    )
+    return tuple(None if x[0] is None else torch.stack(x)[:size] for x in zip(*calls, strict=True))
 
 
 def _fold(x, size, batch):

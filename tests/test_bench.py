@@ -2,7 +2,9 @@
 
 import json
 import math
+import runpy
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -182,7 +184,25 @@ def test_wrong_arguments_are_refused(tmp_path, capsys):
     with pytest.raises(SystemExit):
         command.main(["--mode", "forward"])
     assert "'forward' is not one of fwd" in capsys.readouterr().err
+    for arguments, message in (
+        ("--peers fa3", "'fa3' is not one of fa2"),
+        ("--mode fwd,host --head-dim 64", "--head-dim has no meaning for --mode host"),
+        ("--mode varlen --seqlen 64", "--seqlen has no meaning for --mode varlen"),
+        ("--mode varlen --figures x", "--figures draws --mode fwd and bwd alone"),
+    ):
+        with pytest.raises(SystemExit):
+            command.main(arguments.split())
+        assert message in capsys.readouterr().err
     path = tmp_path / "x.json"
     path.write_text("[]")
     with pytest.raises(ValueError, match="no result file"):
         results.load(path)
+
+
+def test_results_go_beside_the_sources_or_else_under_the_working_directory(tmp_path):
+    assert results.RESULTS == results.ROOT / "benchmarks" / "results"
+    assert (results.ROOT / "csrc").is_dir()
+    copy = tmp_path / "flash_ext" / "bench" / "results.py"
+    copy.parent.mkdir(parents=True)
+    copy.write_text(Path(results.__file__).read_text(encoding="utf-8"), encoding="utf-8")
+    assert runpy.run_path(str(copy))["RESULTS"] == Path("benchmarks", "results")

@@ -66,7 +66,7 @@ def test_mask_keep_is_the_definition(native):
         seqlen_q, seqlen_k, _, _ = shape
         for i, j in itertools.product(range(seqlen_q + 2), range(-1, seqlen_k + 2)):
             expected = i < seqlen_q and j in row_window(i, *shape)
-            assert mask.keep(i, j) == expected, (shape, i, j)
+            assert mask.sees(i, j) == expected, (shape, i, j)
 
 
 def test_mask_ranges_are_the_union_and_its_inverse(native):

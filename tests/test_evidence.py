@@ -194,3 +194,38 @@ def test_summary_of_pytest_s_report(evidence, tmp_path):
     found = evidence.summary(report)
     assert (found["passed"], found["failed"], found["skipped"]) == (1, 1, {"gpu: no": 1})
     assert found["failures"] == ["test_a::two"]
+
+
+@pytest.mark.parametrize(
+    "code, case, good",
+    [(0, "", True), (1, "", False), (0, "<skipped/>", False), (0, None, False)],
+    ids=["passed", "return_code", "none_passed", "no_report"],
+)
+def test_a_run_fails_with_its_tests(evidence, monkeypatch, tmp_path, code, case, good):
+    def pytest_run(command, **_):
+        (option,) = [x for x in command if x.startswith("--junitxml=")]
+        if case is not None:
+            report = f'<testsuite><testcase name="a">{case}</testcase></testsuite>'
+            Path(option.split("=", 1)[1]).write_text(report)
+        return subprocess.CompletedProcess(command, code)
+
+    monkeypatch.setattr(evidence.subprocess, "run", pytest_run)
+    monkeypatch.setattr(evidence, "device_of", lambda kind: ("h200.json", {"device": "H200"}))
+    status = evidence.main(["run", "--only", "tests", "--out", str(tmp_path)])
+    assert (status == 0) == good
+
+
+def test_a_cpu_runs_the_bench_alone(evidence, monkeypatch, tmp_path, capsys):
+    commands = []
+
+    def bench_run(command, **_):
+        commands.append(command)
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(evidence.subprocess, "run", bench_run)
+    monkeypatch.setattr(evidence, "device_of", lambda kind: ("cpu.json", {}))
+    assert evidence.main(["run", "--device", "cpu", "--out", str(tmp_path)]) == 0
+    assert ["flash_ext.bench" in command for command in commands] == [True]
+    with pytest.raises(SystemExit):
+        evidence.main(["run", "--device", "cpu", "--only", "tests"])
+    assert "leave out --only tests" in capsys.readouterr().err

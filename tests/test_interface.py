@@ -7,7 +7,7 @@ import torch
 import util
 
 import flash_ext
-from flash_ext import checks, interface, reference
+from flash_ext import _version, interface, reference
 
 BATCH, SEQLEN, HEADS, HEADS_K, DIM = 2, 6, 4, 2, 8
 LENGTHS = (2, 4)  # of the packed sequences, SEQLEN together
@@ -92,7 +92,7 @@ def test_names_and_defaults_are_the_schemas(name):
 
 def test_public_names():
     assert all(hasattr(flash_ext, name) for name in flash_ext.__all__)
-    assert flash_ext.__version__ == "0.1.0"
+    assert flash_ext.__version__ == _version.__version__
 
 
 # ---- attention -----------------------------------------------------------------------------------
@@ -220,10 +220,47 @@ def test_flash_attn_names_its_own_arguments():
 
 
 def test_block_table_is_page_table():
-    (q, k, v), lengths = make_packed()
-    pages = torch.zeros(2, 1, dtype=torch.int32)
-    with pytest.raises(RuntimeError, match="page_table"):
+    (q, _, _), lengths = make_packed()
+    k, v = (torch.randn(3, 16, HEADS_K, DIM) for _ in range(2))
+    pages = util.lengths([2, 0]).reshape(2, 1)
+    with pytest.raises(RuntimeError, match=r"page_table.*paged keys are not built yet"):
         flash_ext.flash_attn_varlen_func(q, k, v, *lengths, block_table=pages)
+
+
+def test_varlen_functions_require_cu_seqlens():
+    (q, k, v), lengths = make_packed(num_heads_k=HEADS)
+    both = "cu_seqlens_q and cu_seqlens_k must be given"
+    with pytest.raises(ValueError, match=f"cu_seqlens_q is None; {both}"):
+        flash_ext.flash_attn_varlen_func(q, k, v, None, None, *lengths[2:])
+    with pytest.raises(ValueError, match=f"cu_seqlens_k is None; {both}"):
+        kv = torch.stack([k, v], 1)
+        flash_ext.flash_attn_varlen_kvpacked_func(q, kv, lengths[0], None, *lengths[2:])
+    with pytest.raises(ValueError, match="cu_seqlens is None; cu_seqlens must be given"):
+        flash_ext.flash_attn_varlen_qkvpacked_func(torch.stack([q, k, v], 1), None, 4)
+
+
+def test_numpys_scalars_are_taken():
+    np = pytest.importorskip("numpy")
+    q, k, v = make_dense()
+    got = flash_ext.attention(
+        *(q, k, v),
+        causal=np.bool_(True),
+        softmax_scale=np.float32(0.25),
+        softcap=np.int64(7),
+        window=(np.int32(3), -1),
+    )
+    expected = flash_ext.attention(
+        q, k, v, causal=True, softmax_scale=0.25, softcap=7, window=(3, -1)
+    )
+    assert torch.equal(got, expected)
+
+
+def test_merge_takes_floating_tensors_alone():
+    out, lse = torch.zeros(BATCH, SEQLEN, HEADS, DIM), torch.zeros(BATCH, HEADS, SEQLEN)
+    with pytest.raises(TypeError, match="lse_a is a NoneType"):
+        flash_ext.merge(out, None, out, lse)
+    with pytest.raises(TypeError, match=r"out_b is a torch\.int32 tensor"):
+        flash_ext.merge(out, lse, out.int(), lse)
 
 
 # ---- flash-attn's functions ----------------------------------------------------------------------
@@ -267,9 +304,43 @@ def test_return_attn_probs_of_packed_sequences():
 
 def test_return_attn_probs_refuses_what_does_not_fit():
     q = torch.empty(1, 1, 1, 1).expand(1, 2**14 + 1, 1, 1)
-    with pytest.raises(ValueError, match=r"seqlen_q 16385.*more than 268435456 elements"):
+    with pytest.raises(
+        ValueError, match=r"seqlen_q 16385.*more than 268435456 elements.*return_lse=True"
+    ):
         flash_ext.flash_attn_func(q, q, q, return_attn_probs=True)
     assert interface.MAX_PROBS == 268435456
+
+
+def test_wrong_ranks_with_return_attn_probs_are_the_operators_to_refuse():
+    with pytest.raises(ValueError, match="q has 1 dimensions"):
+        flash_ext.flash_attn_func(*[torch.zeros(3)] * 3, return_attn_probs=True)
+    (q, k, v), (cu_seqlens, _, *longest) = make_packed()
+    with pytest.raises(ValueError, match="cu_seqlens_q has shape"):
+        flash_ext.flash_attn_varlen_func(
+            *(q, k, v, cu_seqlens[0], cu_seqlens, *longest), return_attn_probs=True
+        )
+
+
+@pytest.mark.parametrize("fullgraph", [True, False])
+@pytest.mark.parametrize("kind", [torch.tensor, int])
+def test_compiled_probs_need_an_int_max_seqlen(kind, fullgraph):
+    """Never another shape than eagerly: the tensor is refused, or read outside of the graph."""
+    torch.compiler.reset()
+
+    @torch.compile(backend="eager", fullgraph=fullgraph)
+    def function(q, k, v, cu_seqlens, longest):
+        return flash_ext.flash_attn_varlen_func(
+            *(q, k, v, cu_seqlens, cu_seqlens, longest, longest), return_attn_probs=True
+        )
+
+    (q, k, v), (cu_seqlens, *_) = make_packed()
+    if kind is int or not fullgraph:
+        assert function(q, k, v, cu_seqlens, kind(4))[2].shape == (2, HEADS, 4, 4)
+        return
+    with pytest.raises(
+        torch._dynamo.exc.Unsupported, match="max_seqlen_q is a tensor while compiling"
+    ):
+        function(q, k, v, cu_seqlens, kind(4))
 
 
 def test_attn_probs_asks_for_the_mask_that_was_used():
@@ -279,6 +350,8 @@ def test_attn_probs_asks_for_the_mask_that_was_used():
         flash_ext.attn_probs(q, k, lse, dropout_p=0.5)
     with pytest.raises(TypeError, match="lse is a NoneType"):
         flash_ext.attn_probs(q, k, None)
+    with pytest.raises(TypeError, match="dropout_p is a str"):
+        flash_ext.attn_probs(q, k, lse, dropout_p="x")
 
 
 @pytest.mark.parametrize("name", [name for name in FLASH_ATTN if "packed" in name])
@@ -364,6 +437,10 @@ def test_padding_refuses_what_does_not_match():
         flash_ext.unpad_input(x, MASK[:2])
     with pytest.raises(ValueError, match="unused_mask has shape"):
         flash_ext.unpad_input(x, MASK, UNUSED[:, :3])
+    with pytest.raises(TypeError, match="attention_mask is a list"):
+        flash_ext.unpad_input(x, MASK.tolist())
+    with pytest.raises(IndexError, match="out of bounds"):
+        flash_ext.pad_input(torch.randn(1, 2), torch.tensor([12]), 3, 4)
     with pytest.raises(ValueError, match="hidden_states has 5 rows and indices 4"):
         flash_ext.pad_input(torch.randn(5, 2), torch.arange(4), 3, 4)
 
@@ -417,10 +494,3 @@ def test_check_inputs_refuses_what_attention_refuses():
         flash_ext.check_inputs(q, k, v, dropout_p=0.1, rng_state=torch.zeros(2))
     with pytest.raises(TypeError, match="window is a int"):
         flash_ext.check_inputs(q, k, v, window=1)
-
-
-def test_page_tables_are_checked_where_they_are_used():
-    table = torch.tensor([[0, 2, -1], [1, 9, 9]], dtype=torch.int32)
-    checks._check_page_table(table, torch.tensor([8, 4]), num_pages=3, page_size=4)
-    with pytest.raises(ValueError, match=r"page_table\[1, 1\] is 9 but there are 3 pages"):
-        checks._check_page_table(table, torch.tensor([8, 5]), num_pages=3, page_size=4)

@@ -436,6 +436,24 @@ def test_vmap_varlen():
     check_vmap(lambda q, k, v: attn(q, k, v, **lengths), [q, k, v], (0, 0, 0))
 
 
+@pytest.mark.parametrize("kwargs", [{}, {"dropout_p": 0.5, "rng_state": torch.tensor([1, 2])}])
+def test_vmap_over_nothing(kwargs):
+    """Empty results and gradients, folded into the batch and slice by slice."""
+    inputs = [x[:0].requires_grad_() for x in mapped_qkv()]
+
+    def function(q, k, v):
+        out, lse = attn(q, k, v, **kwargs)
+        return out, lse, attn_probs(q.detach(), k.detach(), lse.detach())
+
+    out, lse, probs = vmap(function)(*inputs)
+    assert out.shape == inputs[0].shape and lse.shape == (0, BATCH, HEADS, SEQLEN_Q)
+    assert probs.shape == (0, BATCH, HEADS, SEQLEN_Q, SEQLEN_K)
+    for x, g in zip(inputs, torch.autograd.grad(out.sum() + lse.sum(), inputs), strict=True):
+        assert g.shape == x.shape
+    each = vmap(grad(lambda *x: attn(*x, **kwargs)[0].sum(), (0, 1, 2)))(*inputs)
+    assert [g.shape for g in each] == [x.shape for x in inputs]
+
+
 def test_vmap_nested():
     q, k, v = make_qkv()
     queries = make(2, SIZE, *q.shape)

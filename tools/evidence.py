@@ -266,7 +266,9 @@ def main(argv: list[str] | None = None) -> int:
 
     if options.command == "run":
         if options.device == "cpu" and (options.only == "tests" or options.pytest):
-            parser.error("the tests are a GPU's: with --device cpu leave out --only tests, --pytest")
+            parser.error(
+                "the tests are a GPU's: with --device cpu leave out --only tests, --pytest"
+            )
         return run(options, rest)
     if options.command == "merge":
         content = results.load(options.file)

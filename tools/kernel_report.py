@@ -5,7 +5,7 @@
     python tools/kernel_report.py --only bf16              kernels whose name contains this
     python tools/kernel_report.py --write docs/kernels.md  keeps the report
 
-Registers, stack and spills are ptxas' own words; shared memory is what the launch asks for. Needs a
+Registers and spills are ptxas' own words; shared memory is what the launch asks for. Needs a
 CUDA toolkit, no GPU. Exit status 1 when a kernel spills more than the budget below.
 """
 
@@ -28,7 +28,7 @@ BUILD = ROOT / "build" / "kernels"
 SPILL_BUDGET = 160
 
 COMPILED = re.compile(r"Compiling entry function '(?P<name>\w+)' for '(?P<target>sm_\w+)'")
-SPILLS = re.compile(r"(?P<stack>\d+) bytes stack frame, (?P<spills>\d+) bytes spill stores")
+SPILLS = re.compile(r"(?P<spills>\d+) bytes spill stores")
 REGISTERS = re.compile(r"Used (?P<registers>\d+) registers")
 
 
@@ -84,8 +84,11 @@ def build(arch: str) -> tuple[list[Usage], float, int]:
     native_build.build_cuda_library(directory, library, [arch])
     seconds = time.monotonic() - started
     rows = []
-    for log in sorted((directory / "objects").glob(f"{arch}_*.o.log")):
-        rows += parse_log(arch, log.name.removesuffix(".o.log"), log.read_text())
+    for unit in sorted(
+        (directory / "generated").glob("*.cu")
+    ):  # those of this build, no older logs
+        log = directory / "objects" / f"{unit.stem}.o.log"
+        rows += parse_log(arch, unit.stem, log.read_text())
     return rows, seconds, library.stat().st_size
 
 

@@ -7,8 +7,10 @@
 
 #if defined(__CUDACC__) || defined(__HIPCC__)
 #define FLASH_HD __host__ __device__ __forceinline__
+#define FLASH_HD_LAMBDA
 #else
 #define FLASH_HD inline __attribute__((always_inline))
+#define FLASH_HD_LAMBDA __attribute__((always_inline))  // after a lambda's parameters
 #endif
 
 namespace flash {

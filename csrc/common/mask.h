@@ -31,12 +31,10 @@ FLASH_HD Range intersect(Range a, Range b) {
 
 // Lengths and windows are below 2^30 (checked by the caller), so no sum here leaves 32 bits.
 struct Mask {
-  static constexpr int kUnbounded = -1;
-
   int seqlen_q;
   int seqlen_k;
-  int left;   // keys before the diagonal that stay visible, or kUnbounded
-  int right;  // keys after it, or kUnbounded
+  int left;   // keys before the diagonal that stay visible, or -1: unbounded
+  int right;  // keys after it, or -1
 
   FLASH_HD int diagonal() const { return seqlen_k - seqlen_q; }
 
@@ -62,9 +60,8 @@ struct Mask {
     return intersect({begin, end}, {0, seqlen_q});
   }
 
-  FLASH_HD bool keep(int i, int j) const {
-    return i < seqlen_q && j >= first_key(i) && j < end_key(i);
-  }
+  // Whether row i, one of the sequence's, sees key j.
+  FLASH_HD bool sees(int i, int j) const { return j >= first_key(i) && j < end_key(i); }
 
   // True when some (row, key) of the tile is masked or lies outside the sequence.
   FLASH_HD bool is_edge(Range rows, Range keys) const {

@@ -1,4 +1,5 @@
-// 16-bit floats as bits: conversions that need no vendor header and vectorise on the host.
+// Element types, and 16-bit floats as bits: conversions that need no vendor header and vectorise on
+// the host.
 #pragma once
 
 #include <string.h>

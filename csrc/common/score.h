@@ -31,7 +31,8 @@ struct Softcap {
   }
   template <typename F>
   FLASH_HD void with_active(T pre, F f) const {
-    f([c = cap, factor = inverse * pre](T s, int, int) { return c * tanh_of(s * factor); });
+    f([c = cap, factor = inverse * pre](T s, int, int)
+          FLASH_HD_LAMBDA { return c * tanh_of(s * factor); });
   }
 };
 
@@ -67,7 +68,7 @@ struct Bias {
 
   FLASH_HD bool is_on() const { return matrix.data != nullptr; }
   FLASH_HD T apply(T s, int i, int j) const {
-    if (is_on()) with_active(T(1), [&](auto add) { s = add(s, i, j); });
+    if (is_on()) with_active(T(1), [&](auto add) FLASH_HD_LAMBDA { s = add(s, i, j); });
     return s;
   }
   FLASH_HD T grad(T, int, int) const { return T(1); }
@@ -92,7 +93,7 @@ struct Bias {
  private:
   template <DType kDtype>
   FLASH_HD auto adder(T pre) const {
-    return [m = matrix, pre](T s, int i, int j) {
+    return [m = matrix, pre](T s, int i, int j) FLASH_HD_LAMBDA {
       const T b = load_bias<T, kDtype>(m.data, i * m.row_stride + j * m.key_stride);
       return b == T(-INFINITY) ? b : s * pre + b;  // NaN - inf would be NaN: masked is masked
     };
@@ -114,7 +115,8 @@ struct Alibi {
   FLASH_HD T grad(T, int, int) const { return T(1); }
   template <typename F>
   FLASH_HD void with_active(T pre, F f) const {
-    f([m = *this, pre](T s, int i, int j) { return s * pre - m.slope * m.distance(i, j); });
+    f([m = *this, pre](T s, int i, int j)
+          FLASH_HD_LAMBDA { return s * pre - m.slope * m.distance(i, j); });
   }
 };
 
@@ -127,7 +129,7 @@ struct Chain<T> {
   FLASH_HD T grad(T, int, int) const { return T(1); }
   template <typename F>
   FLASH_HD void for_each_active(T pre, F f) const {
-    if (pre != T(1)) f([pre](T s, int, int) { return s * pre; });
+    if (pre != T(1)) f([pre](T s, int, int) FLASH_HD_LAMBDA { return s * pre; });
   }
 };
 

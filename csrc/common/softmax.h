@@ -25,6 +25,7 @@ struct RowEnd {
 template <typename T>
 FLASH_HD RowEnd<T> finish_row(T m, T l, T sink) {
   const T m_end = m < sink ? sink : m;  // a NaN maximum stays
+  if (l != l) return {l, l};            // a maximum may have lost a NaN, the sum has not
   if (m_end == T(-INFINITY)) return {T(-INFINITY), T(0)};
   const T factor = rescale_factor(m, m_end);
   const T sum = l * factor + exp_of(sink - m_end);

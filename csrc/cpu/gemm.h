@@ -18,7 +18,6 @@ constexpr int kColPad = 32;
 constexpr int kRowPad = 4;
 
 FLASH_HD int pad_cols(int n) { return ceil_div(n, kColPad) * kColPad; }
-FLASH_HD int pad_rows(int n) { return ceil_div(n, kRowPad) * kRowPad; }
 
 // A (m, k): element (m, k) is data[m * row + k * col].
 template <typename T>
@@ -49,8 +48,8 @@ FLASH_HD void gemm_block(int k_size, Operand<T> a, const T* b, int ldb, T* c, in
     }
 }
 
-// C (m, n) (+)= sum over k of A (m, k) B (k, n). C has pad_rows(m) rows, B and C pad_cols(n)
-// columns; the pads of C receive products of pads.
+// C (m, n) (+)= sum over k of A (m, k) B (k, n). C has a multiple of kRowPad rows, B and C
+// pad_cols(n) columns; the pads of C receive products of pads.
 template <typename T>
 inline void gemm(int m_size, int n_size, int k_size, Operand<T> a, const T* b, int ldb, T* c,
                  int ldc, Into into) {

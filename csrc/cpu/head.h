@@ -1,5 +1,4 @@
-// One (sequence, head) of a problem: its lengths and policies, and the score tile that every pass
-// starts from.
+// One (sequence, head) of a problem: its lengths and policies.
 #pragma once
 
 #include "../common/dropout.h"
@@ -32,23 +31,11 @@ struct Head {
         seq(seq_info(params.side_q, params.side_k, b)),
         mask{seq.seqlen_q, seq.seqlen_k, params.window_left, params.window_right},
         score(make_score<T>(static_cast<T>(params.softmax_scale), static_cast<T>(params.softcap),
-                            bias_of(params.bias, b, h), head_value(params.alibi_slopes, T(0)),
+                            params.bias.of(b, h), params.alibi_slopes.of(b, h, T(0)),
                             mask.diagonal())),
         dropout(Dropout::make(params.rng_state, params.dropout_threshold)),
-        sink(head_value(params.sinks, T(-INFINITY))),
+        sink(params.sinks.of(b, h, T(-INFINITY))),
         is_plain(params.softcap == 0 && !params.bias.data && !params.alibi_slopes.data) {}
-
-  T head_value(const HeadValues& values, T otherwise) const {
-    if (!values.data) return otherwise;
-    return static_cast<const T*>(values.data)[batch * values.batch_stride + head];
-  }
-
-  static BiasMatrix bias_of(const BiasView& bias, int b, int h) {
-    if (!bias.data) return {nullptr, 0, 0, DType::kNone};
-    const int64_t at = b * bias.batch_stride + h * bias.head_stride;
-    return {static_cast<const char*>(bias.data) + at * dtype_size(bias.dtype), bias.row_stride,
-            bias.key_stride, bias.dtype};
-  }
 
   int64_t row_index(int i) const { return p.row_index(batch, head, seq, i); }
 
@@ -67,11 +54,8 @@ struct Head {
           row[j - keys.begin] = score.apply(row[j - keys.begin], i, j);
       }
       if (is_edge) {
-        const Range seen = {mask.first_key(i), mask.end_key(i)};
-        for (int c = 0; c < kBlockN; ++c) {
-          const int j = keys.begin + c;
-          row[c] = j >= seen.begin && j < seen.end ? row[c] : T(-INFINITY);
-        }
+        for (int c = 0; c < kBlockN; ++c)
+          row[c] = mask.sees(i, keys.begin + c) ? row[c] : T(-INFINITY);
       }
     }
   }

@@ -16,7 +16,7 @@ using Constant = std::integral_constant<decltype(kValue), kValue>;
 
 inline void check(cudaError_t error, const char* what) {
   if (error != cudaSuccess)
-    throw std::runtime_error(std::string("flash: launching ") + what +
+    throw std::runtime_error(std::string("flash: ") + what +
                              " failed: " + cudaGetErrorString(error));
 }
 
@@ -30,20 +30,30 @@ inline unsigned grid_size(int64_t blocks) {
   return static_cast<unsigned>(blocks);
 }
 
-// Compute capability of the current device as major * 10 + minor.
-inline int current_capability() {
-  int device = 0, major = 0, minor = 0;
-  check(cudaGetDevice(&device), "on the current device");
-  check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "on a device");
-  check(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device), "on a device");
-  return 10 * major + minor;
+inline int device_attribute(cudaDeviceAttr attribute, int device) {
+  int value = 0;
+  check(cudaDeviceGetAttribute(&value, attribute, device), "asking a device for its attributes");
+  return value;
 }
 
-// Code of one architecture runs on later ones of the same major version; code with Hopper's own
-// instructions (sm_90a) on that one only.
-inline bool runs_on(int built) {
-  const int here = current_capability();
-  return built == 90 ? here == 90 : here / 10 == built / 10 && here >= built;
+// Where the machine code of a kernel runs: on its own architecture and later ones of the same major
+// version, or on its own alone (Hopper's sm_90a instructions; Tegra's sm_87).
+enum class Runs { kSameMajor, kExactly };
+// What else is in the library: PTX is compiled by the driver for any later architecture.
+enum class Carries { kCode, kCodeAndPtx };
+
+// Whether the current device runs a kernel built for compute capability `built` whose blocks ask
+// for up to smem_kb of shared memory.
+inline bool runs_on(int built, int smem_kb, Runs runs, Carries carries) {
+  int device = 0;
+  check(cudaGetDevice(&device), "asking for the current device");
+  const int here = 10 * device_attribute(cudaDevAttrComputeCapabilityMajor, device) +
+                   device_attribute(cudaDevAttrComputeCapabilityMinor, device);
+  if (device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device) < smem_kb * 1024)
+    return false;
+  if (here == built) return true;
+  if (carries == Carries::kCodeAndPtx && here > built) return true;
+  return runs == Runs::kSameMajor && here / 10 == built / 10 && here > built && here != 87;
 }
 
 }  // namespace flash::cuda

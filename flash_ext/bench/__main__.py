@@ -68,6 +68,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         unused = [mode for mode in options.mode or () if mode in fixed]
         if given and unused:
             parser.error(f"{flag} has no meaning for --mode {','.join(unused)}: leave one out")
+    if options.figures and options.mode and not set(options.mode) & {"fwd", "bwd"}:
+        parser.error("--figures draws --mode fwd and bwd alone: add one, or leave it out")
     return options
 
 

@@ -54,7 +54,7 @@ void bind_mask(py::module_& m) {
            [](const Mask& mask, Pair rows) { return to_pair(mask.keys_of(to_range(rows))); })
       .def("rows_of",
            [](const Mask& mask, Pair keys) { return to_pair(mask.rows_of(to_range(keys))); })
-      .def("keep", [](const Mask& mask, int i, int j) { return mask.keep(i, j); })
+      .def("sees", [](const Mask& mask, int i, int j) { return mask.sees(i, j); })
       .def("is_edge", [](const Mask& mask, Pair rows, Pair keys) {
         return mask.is_edge(to_range(rows), to_range(keys));
       });

@@ -31,29 +31,4 @@ __device__ __forceinline__ void mma_m16n8k16<float16>(float (&d)[4], const uint3
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Two floats to one register, `low` in the low half; round to nearest even.
-template <typename In>
-__device__ __forceinline__ uint32_t pack2(float low, float high);
-
-template <>
-__device__ __forceinline__ uint32_t pack2<bfloat16>(float low, float high) {
-  uint32_t packed;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-  return packed;
-}
-
-template <>
-__device__ __forceinline__ uint32_t pack2<float16>(float low, float high) {
-  uint32_t packed;
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-  return packed;
-}
-
-// 2^x, relative error 2^-22; 0 for -inf, results below 2^-126 flush to 0.
-__device__ __forceinline__ float exp2_approx(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
 }  // namespace flash::cuda

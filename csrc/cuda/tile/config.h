@@ -19,7 +19,6 @@ struct TileShape {
   static constexpr int kWarps = kWarps_;          // rows are split over them
   static constexpr int kMinBlocks = kMinBlocks_;  // blocks that share a multiprocessor
   static constexpr Rescale kRescale = kRescale_;
-  static constexpr int kThreads = 32 * kWarps;
   static constexpr int kWarpRows = kBlockM / kWarps;
 };
 

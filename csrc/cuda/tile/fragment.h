@@ -11,7 +11,9 @@
 #pragma once
 
 #include "../../common/dropout.h"
+#include "../primitives/convert.h"
 #include "../primitives/cp_async.h"
+#include "../primitives/exp2.h"
 #include "../primitives/ldmatrix.h"
 #include "../primitives/mma.h"
 
@@ -60,7 +62,6 @@ struct Accumulator {
   static_assert(kRows % 16 == 0 && kCols % 16 == 0, "two 16 x 8 blocks make an operand");
   static constexpr int kRowBlocks = kRows / 16;
   static constexpr int kColBlocks = kCols / 8;
-  static constexpr int kElems = kRowBlocks * kColBlocks * 4;
   static constexpr int kRowsPerThread = 2 * kRowBlocks;
 
   float x[kRowBlocks][kColBlocks][4];

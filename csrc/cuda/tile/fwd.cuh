@@ -36,6 +36,7 @@ struct FwdTraits {
   using Shape = std::conditional_t<kScore_ == ScoreKind::kPlain, typename Config::Shape,
                                    typename Config::ModifiedShape>;
   static constexpr int kDim = kDim_;  // head_dim and head_dim_v, padded
+  static constexpr int kThreads = Shape::kWarps * kWarpSize;
   static constexpr ScoreKind kScore = kScore_;
   static constexpr DropoutKind kDropout = kDropout_;
 };
@@ -127,8 +128,8 @@ class FwdBlock {
 
  private:
   __device__ __forceinline__ void start(Range blocks) {
-    const TileCopy<kDim, kBlockM, Shape::kThreads> copy_q(p.q, batch, seq.offset_q, head,
-                                                          p.head_dim);
+    const TileCopy<kDim, kBlockM, Traits::kThreads> copy_q(p.q, batch, seq.offset_q, head,
+                                                           p.head_dim);
     copy_q.issue(smem.q, rows.begin, rows);
     if (!blocks.empty()) load_kv(blocks.end - 1);
     copy_commit();
@@ -144,7 +145,8 @@ class FwdBlock {
     } else {
       exp_scale = kLog2e;
       score = make_score<float>(static_cast<float>(p.softmax_scale), static_cast<float>(p.softcap),
-                                bias(), head_value(p.alibi_slopes, 0.f), mask.diagonal());
+                                p.bias.of(batch, head), p.alibi_slopes.of(batch, head, 0.f),
+                                mask.diagonal());
     }
     if (Traits::kDropout == DropoutKind::kOn)
       dropout = Dropout::make(p.rng_state, p.dropout_threshold);
@@ -198,7 +200,7 @@ class FwdBlock {
     if (kEdge) {
       acc_s.for_each([&](float& s, int slot, int col) {
         const int i = first_row + AccS::row(slot), j = keys.begin + col;
-        s = j >= mask.first_key(i) && j < mask.end_key(i) ? s : -INFINITY;
+        s = mask.sees(i, j) ? s : -INFINITY;
       });
     }
   }
@@ -217,14 +219,18 @@ class FwdBlock {
       moved |= m_new[slot] != row_max[slot];
     }
     if (Shape::kRescale == Rescale::kAlways || warp_any(moved)) rescale(m_new);
-    if (!kPlain) settle_huge(acc_s);
+    if (!kSubtractFirst) settle_huge(acc_s);
     float shift[kSlots];  // what is subtracted; 0 where nothing was seen, for s - m would be NaN
 #pragma unroll
-    for (int slot = 0; slot < kSlots; ++slot)
-      shift[slot] = fabsf(row_max[slot]) > kHuge ? 0.f : row_max[slot] * exp_scale;
+    for (int slot = 0; slot < kSlots; ++slot) {
+      if (kSubtractFirst)
+        shift[slot] = row_max[slot] == -INFINITY ? 0.f : row_max[slot];
+      else
+        shift[slot] = fabsf(row_max[slot]) > kHuge ? 0.f : row_max[slot] * exp_scale;
+    }
     float tile_sum[kSlots] = {};
     acc_s.for_each([&](float& s, int slot, int) {
-      s = exp2_approx(s * exp_scale - shift[slot]);
+      s = exp2_approx(kSubtractFirst ? (s - shift[slot]) * exp_scale : s * exp_scale - shift[slot]);
       tile_sum[slot] += s;
     });
 #pragma unroll
@@ -241,8 +247,9 @@ class FwdBlock {
   }
 
   // The one multiply-add above rounds row_max * exp_scale. Where a row's maximum is beyond kHuge (a
-  // row of finfo.min biases), that rounding alone is more than any exponential: subtract first
-  // there.
+  // row of finfo.min biases, products of huge q and k), that rounding alone is more than any
+  // exponential: subtract first there. A step that is scheduled as one piece has no room for the
+  // branch and always subtracts first.
   __device__ __forceinline__ void settle_huge(AccS& acc_s) {
     bool huge = false;
 #pragma unroll
@@ -277,7 +284,7 @@ class FwdBlock {
   __device__ __forceinline__ void finish() {
     float out_scale[kSlots];
     const float to_natural = kPlain ? static_cast<float>(p.softmax_scale) : 1.f;
-    const float sink = head_value(p.sinks, -INFINITY);
+    const float sink = p.sinks.of(batch, head, -INFINITY);
     float* lse = static_cast<float*>(p.lse);
 #pragma unroll
     for (int slot = 0; slot < kSlots; ++slot) {
@@ -305,20 +312,9 @@ class FwdBlock {
                      first_row, count);
   }
 
-  __device__ __forceinline__ float head_value(const HeadValues& values, float otherwise) const {
-    if (!values.data) return otherwise;
-    return static_cast<const float*>(values.data)[batch * values.batch_stride + head];
-  }
-
-  __device__ __forceinline__ BiasMatrix bias() const {
-    const int64_t at = batch * p.bias.batch_stride + head * p.bias.head_stride;
-    return {p.bias.data ? static_cast<const char*>(p.bias.data) + at * dtype_size(p.bias.dtype)
-                        : nullptr,
-            p.bias.row_stride, p.bias.key_stride, p.bias.dtype};
-  }
-
   static constexpr float kLog2e = 1.4426950408889634f;
   static constexpr float kHuge = 1e9f;
+  static constexpr bool kSubtractFirst = Shape::kRescale == Rescale::kAlways;
 
   const FwdParams& p;
   Storage& smem;
@@ -330,7 +326,7 @@ class FwdBlock {
   const Range rows;     // those inside the sequence
   const Range seen;     // keys that they see
   const int first_row;  // of this warp
-  const TileCopy<kDim, kBlockN, Shape::kThreads> copy_k, copy_v;
+  const TileCopy<kDim, kBlockN, Traits::kThreads> copy_k, copy_v;
 
   AccO acc_o;
   float row_max[kSlots];
@@ -343,7 +339,7 @@ class FwdBlock {
 
 // kSmemBytes stands in the kernel's name, where tools/kernel_report.py reads it.
 template <typename Traits, int kSmemBytes>
-__global__ void __launch_bounds__(Traits::Shape::kThreads, Traits::Shape::kMinBlocks)
+__global__ void __launch_bounds__(Traits::kThreads, Traits::Shape::kMinBlocks)
     fwd_kernel(const __grid_constant__ FwdParams p, const FwdGrid grid) {
   extern __shared__ __align__(128) char storage[];
   int m_block, head, batch;
@@ -366,7 +362,7 @@ void launch_fwd(const FwdParams& p, const Launch& launch) {
   const FwdGrid grid = {
       static_cast<unsigned>(m_blocks),
       static_cast<unsigned>(clamp_to<int64_t>(kFwdBandBytes / head_bytes, 1, heads))};
-  kernel<<<grid_size(heads * m_blocks), Shape::kThreads, kSmemBytes,
+  kernel<<<grid_size(heads * m_blocks), Traits::kThreads, kSmemBytes,
            static_cast<cudaStream_t>(launch.stream)>>>(p, grid);
   check(cudaGetLastError(), "a forward kernel");
 }

@@ -1,0 +1,28 @@
+// cvt (sm80 and later): two floats to one register of 16-bit elements.
+#pragma once
+
+#include <cstdint>
+
+#include "../../common/number.h"
+
+namespace flash::cuda {
+
+// Two floats to one register, `low` in the low half; round to nearest even.
+template <typename In>
+__device__ __forceinline__ uint32_t pack2(float low, float high);
+
+template <>
+__device__ __forceinline__ uint32_t pack2<bfloat16>(float low, float high) {
+  uint32_t packed;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+template <>
+__device__ __forceinline__ uint32_t pack2<float16>(float low, float high) {
+  uint32_t packed;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+}  // namespace flash::cuda
