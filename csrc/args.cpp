@@ -326,8 +326,8 @@ void AttnArgs::read_attn(Reader& reader) {
 }
 
 void AttnArgs::read_probs(Reader& reader) {
-  for (OptTensor* t :
-       {&bias, &alibi_slopes, &cu_seqlens_q, &cu_seqlens_k, &seqused_q, &seqused_k, &rng_state})
+  for (OptTensor* t : {&bias, &alibi_slopes, &sinks, &cu_seqlens_q, &cu_seqlens_k, &seqused_q,
+                       &seqused_k, &rng_state})
     *t = reader.next<OptTensor>();
   max_seqlen_q = reader.next<std::optional<int64_t>>();
   max_seqlen_k = reader.next<std::optional<int64_t>>();

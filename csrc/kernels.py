@@ -115,7 +115,7 @@ COMMON = {
 CPU_FEATURES = {
     "fwd": COMMON | {"sinks", "dropout", "head_dim_v", "num_splits"},
     "bwd": COMMON | {"sinks", "dropout", "head_dim_v", "dlse", "dbias", "dalibi_slopes", "dsinks"},
-    "probs": COMMON | {"dropout", "head_dim_v"},
+    "probs": COMMON | {"sinks", "dropout", "head_dim_v"},  # no v: any head_dim_v will do
 }
 
 

@@ -296,6 +296,7 @@ def attn_probs(
     lse,
     bias=None,
     alibi_slopes=None,
+    sinks=None,
     *,
     cu_seqlens_q=None,
     cu_seqlens_k=None,
@@ -334,7 +335,7 @@ def attn_probs(
             "got, since another one means another mask"
         )
     args = _arguments(
-        *(q, k, k, bias, alibi_slopes, None, cu_seqlens_q, cu_seqlens_k),
+        *(q, k, k, bias, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k),
         *(seqused_q, seqused_k, None, rng_state, max_seqlen_q, max_seqlen_k),
         *(softmax_scale, causal, window, softcap, dropout_p, False, 0),
         probs=True,
@@ -345,8 +346,8 @@ def attn_probs(
 
 def _probs_arguments(args, lse):
     """flash::attn_probs' arguments out of flash::attn's."""
-    q, k, _, bias, alibi_slopes, _, *lengths, _, rng_state = args[:12]
-    return q, k, lse, bias, alibi_slopes, *lengths, rng_state, *args[12:20]
+    q, k, _, bias, alibi_slopes, sinks, *lengths, _, rng_state = args[:12]
+    return q, k, lse, bias, alibi_slopes, sinks, *lengths, rng_state, *args[12:20]
 
 
 def _check_probs_size(args) -> None:

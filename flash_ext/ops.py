@@ -416,6 +416,7 @@ def _attn_probs_fake(
     lse,
     bias,
     alibi_slopes,
+    sinks,
     cu_seqlens_q,
     cu_seqlens_k,
     seqused_q,

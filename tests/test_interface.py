@@ -494,3 +494,15 @@ def test_check_inputs_refuses_what_attention_refuses():
         flash_ext.check_inputs(q, k, v, dropout_p=0.1, rng_state=torch.zeros(2))
     with pytest.raises(TypeError, match="window is a int"):
         flash_ext.check_inputs(q, k, v, window=1)
+
+
+def test_probabilities_beside_a_sink_of_huge_logits():
+    """lse alone has lost its last digits there: the sum must know of the sink."""
+    q = torch.full((1, 1, 1, 1), 20.0)
+    k = torch.full((1, 2, 1, 1), 20.0)
+    sinks = torch.tensor([400.0])
+    _, lse, probs = flash_ext.flash_attn_func(
+        q, k, k, softmax_scale=1.0, return_attn_probs=True, sinks=sinks
+    )
+    assert_close(probs, torch.full((1, 1, 1, 2), 1 / 3))
+    assert_close(flash_ext.attn_probs(q, k, lse, sinks=sinks, softmax_scale=1.0), probs)

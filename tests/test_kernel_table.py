@@ -166,7 +166,7 @@ def check_probs(inputs, label):
     lse = run_inputs(inputs, needed=(), fill=False).lse
     assert_lse_close(lse, ref.lse, inputs, label)
     arguments = (inputs.bias, inputs.alibi_slopes)
-    p = flash_ext.attn_probs(inputs.q, inputs.k, lse, *arguments, **options)
+    p = flash_ext.attn_probs(inputs.q, inputs.k, lse, *arguments, inputs.sinks, **options)
     options["window_left"], options["window_right"] = options.pop("window")
     options.pop("page_table", None)
     exact, rounded = (
