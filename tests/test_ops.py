@@ -77,9 +77,9 @@ SCHEMAS = {
     "attn_probs": "(Tensor q, Tensor k, Tensor lse, Tensor? bias=None, Tensor? alibi_slopes=None, "
     "Tensor? sinks=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, "
     "Tensor? seqused_q=None, Tensor? seqused_k=None, Tensor? rng_state=None, "
-    "SymInt? max_seqlen_q=None, SymInt? max_seqlen_k=None, float? softmax_scale=None, bool causal=False, "
-    "SymInt window_left=-1, SymInt window_right=-1, float softcap=0., float dropout_p=0.) "
-    "-> Tensor",
+    "SymInt? max_seqlen_q=None, SymInt? max_seqlen_k=None, float? softmax_scale=None, "
+    "bool causal=False, SymInt window_left=-1, SymInt window_right=-1, float softcap=0., "
+    "float dropout_p=0.) -> Tensor",
     "merge": "(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> (Tensor out, Tensor lse)",
     "explain": f"(Tensor q, Tensor k, Tensor v, {REST}, bool backward=False) -> str",
     "kernels": "() -> str",

@@ -4,6 +4,7 @@ gpu_util.check compares what the kernel table declares and expects a refusal of 
 backward pass is tested as soon as there is a kernel for it.
 """
 
+import math
 from dataclasses import replace
 
 import gpu_util
@@ -215,3 +216,26 @@ def test_seqused_equals_shorter_tensors(dtype):
     got, expected = run_inputs(used, needed=()), run_inputs(short, needed=())
     assert same_bits(got.out[:, :40], expected.out) and got.out[:, 40:].eq(0).all()
     assert same_bits(got.lse[:, :, :40], expected.lse) and got.lse[:, :, 40:].isneginf().all()
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("softmax_scale", [None, 1e-6])
+def test_products_beyond_a_billion(head_dim, sign, softmax_scale):
+    """All keys alike give a uniform row, however large q.k is (semantics.md, Edges)."""
+    q = torch.full((1, 70, 2, head_dim), 8192.0 * sign, dtype=BF16, device="cuda")
+    k = torch.full((1, 90, 2, head_dim), 8192.0, dtype=BF16, device="cuda")
+    v = torch.randn(1, 90, 2, head_dim, dtype=BF16, device="cuda")
+    out, lse = flash_ext.attention(q, k, v, softmax_scale=softmax_scale, return_lse=True)
+    assert torch.isfinite(lse).all()
+    mean = v.double().mean(1, keepdim=True).expand(out.shape)
+    torch.testing.assert_close(out.double(), mean, rtol=2e-2, atol=2e-3)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_a_row_of_nan_stays_one(head_dim):
+    q, k, v = (torch.randn(1, 300, 2, head_dim, dtype=BF16, device="cuda") for _ in range(3))
+    q[0, 5] = math.nan
+    out, lse = flash_ext.attention(q, k, v, causal=True, return_lse=True)
+    assert out[0, 5].isnan().all() and lse[0, :, 5].isnan().all()
+    assert out[0, 128:].isfinite().all() and lse[0, :, 128:].isfinite().all()
