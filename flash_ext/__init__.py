@@ -78,18 +78,14 @@ elif torch.version.cuda:
     )
 
 from .checks import check_inputs  # noqa: E402  (the schemas must be there first)
+from .functional import attention, attn_probs, explain, kernels, merge  # noqa: E402
 from .interface import (  # noqa: E402
-    attention,
-    attn_probs,
-    explain,
     flash_attn_func,
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
     flash_attn_varlen_func,
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
-    kernels,
-    merge,
 )
 from .padding import pad_input, unpad_input  # noqa: E402
 

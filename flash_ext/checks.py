@@ -7,7 +7,7 @@ look wrong.
 
 import torch
 
-from .interface import explain
+from .functional import explain
 
 # (argument, what holds of its good values): a NaN or one of these infinities spoils whole rows.
 _BAD_VALUES = {

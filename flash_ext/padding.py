@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .interface import _type_error
+from .arguments import type_error
 
 
 class Unpadded(NamedTuple):
@@ -40,7 +40,7 @@ def unpad_input(hidden_states, attention_mask, unused_mask=None) -> Unpadded:
         masks["unused_mask"] = unused_mask
     for name, x in ({"hidden_states": hidden_states} | masks).items():
         if not isinstance(x, Tensor):
-            raise _type_error(name, x, "a torch.Tensor", "convert it with torch.as_tensor")
+            raise type_error(name, x, "a torch.Tensor", "convert it with torch.as_tensor")
     batch_shape = tuple(hidden_states.shape[:2])
     for name, mask in masks.items():
         if tuple(mask.shape) != batch_shape:

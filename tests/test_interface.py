@@ -7,7 +7,7 @@ import torch
 import util
 
 import flash_ext
-from flash_ext import _version, interface, reference
+from flash_ext import _version, arguments, reference
 
 BATCH, SEQLEN, HEADS, HEADS_K, DIM = 2, 6, 4, 2, 8
 LENGTHS = (2, 4)  # of the packed sequences, SEQLEN together
@@ -308,7 +308,7 @@ def test_return_attn_probs_refuses_what_does_not_fit():
         ValueError, match=r"seqlen_q 16385.*more than 268435456 elements.*return_lse=True"
     ):
         flash_ext.flash_attn_func(q, q, q, return_attn_probs=True)
-    assert interface.MAX_PROBS == 268435456
+    assert arguments.MAX_PROBS == 268435456
 
 
 def test_wrong_ranks_with_return_attn_probs_are_the_operators_to_refuse():
