@@ -23,9 +23,9 @@ import native_build
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "kernels"
 
-# Bytes of spill stores that a kernel may have: up to this the spilled values are those that the
-# loop over the keys does not touch (strides, lengths, pointers); docs/performance.md says more.
-SPILL_BUDGET = 160
+# Bytes of spill stores that a kernel may have: the fastest tiles leave no register for strides,
+# lengths and pointers; docs/performance.md says more.
+SPILL_BUDGET = 256
 
 COMPILED = re.compile(r"Compiling entry function '(?P<name>\w+)' for '(?P<target>sm_\w+)'")
 SPILLS = re.compile(r"(?P<spills>\d+) bytes spill stores")
