@@ -55,8 +55,8 @@ def attention(
         sinks: (num_heads,), any float dtype: a logit that takes part in the softmax alone.
         cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32, where the packed sequences begin and end.
         seqused_q, seqused_k: (batch,) int32, shorten sequences without moving them.
-        page_table: (batch, max_pages) int32; k and v are then (num_pages, page_size, …). Refused
-            for now: paged keys are not built yet.
+        page_table: (batch, max_pages) int32; k and v are then (num_pages, page_size, …). No
+            kernel serves it in this version: RuntimeError by name.
         max_seqlen_q, max_seqlen_k: the longest sequence, an int or a tensor of one integer
             (read back). None: the total.
         softmax_scale: default 1 / sqrt(head_dim).

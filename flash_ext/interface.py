@@ -194,8 +194,8 @@ def flash_attn_varlen_func(
         return_attn_probs: as `flash_attn_func`, but refused under torch.compile with a tensor
             max_seqlen, which would not be the shape's. For lse alone call
             flash_ext.attention(…, return_lse=True).
-        block_table: (batch, max_pages) int32, `attention`'s page_table, as errors call it; refused
-            for now: paged keys are not built yet.
+        block_table: (batch, max_pages) int32, `attention`'s page_table, as errors call it; no
+            kernel serves it in this version: RuntimeError by name.
         The others: as `flash_attn_func`.
 
     Returns:
