@@ -48,7 +48,7 @@ def skip_without_runtime(flags, directory):
 
 
 def cxx(flags):
-    """The compiler at -O1: instrumented code compiles in half the time, and traces name lines."""
+    """The compiler at -O1, so that traces name lines."""
     common = ["-std=c++17", "-O1", "-g", "-fno-omit-frame-pointer", f"-I{native_build.CSRC}"]
     return [native_build.compiler(), *common, *flags]
 
