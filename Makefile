@@ -73,6 +73,11 @@ format: $(VENV)/.dev  ## rewrites what lint complains about
 	@$(VENV)/bin/clang-format -i $(CXX_SOURCES)
 	@$(VENV)/bin/python tools/readme_tables.py
 
+ARCH ?= cpu
+.PHONY: wheel
+wheel: | $(PY_READY)  ## a wheel in dist, ARCH=cpu or sm90, sm80, ...
+	@$(PY) tools/wheel.py $(ARCH) $(ARGS)
+
 .PHONY: kernels-all
 kernels-all: | $(PY_READY)  ## every CUDA kernel of every architecture, with a report (needs nvcc)
 	@$(PY) tools/kernel_report.py $(ARGS)
