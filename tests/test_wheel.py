@@ -213,3 +213,29 @@ def test_the_wheel_works_in_a_fresh_environment(wheel, tmp_path):
     printed = run(python, "-m", "flash_ext", PYTHONPATH="", PWD=tmp_path)
     assert printed.startswith(f"flash_ext {flash_ext.__version__}+cpu in {target}")
     assert "forward: cpu_fwd_fp32_generic" in printed
+
+
+def other_pythons():
+    """Interpreters of other versions on the path that have a torch which the wheel serves."""
+    found = []
+    for minor in range(10, 20):
+        python = shutil.which(f"python3.{minor}")
+        if python is None or minor == sys.version_info.minor:
+            continue
+        code = "import torch; assert tuple(map(int, torch.__version__.split('.')[:2])) >= (2, 10)"
+        if subprocess.run([python, "-c", code], capture_output=True).returncode == 0:
+            found.append(python)
+    return found
+
+
+@pytest.mark.slow
+def test_the_wheel_works_under_another_python_and_torch(wheel, tmp_path):
+    pythons = other_pythons()
+    if not pythons:
+        pytest.skip("no other Python on the path has torch >= 2.10")
+    for python in pythons:
+        target = tmp_path / Path(python).name
+        options = ["install", "--no-index", "--no-deps", "--target", target, wheel]
+        run(sys.executable, "-m", "pip", "--python", python, *options)
+        printed = run(python, "-W", "ignore", "-c", SMOKE, PYTHONPATH=str(target), PWD=tmp_path)
+        assert Path(printed.strip()).is_relative_to(target)
