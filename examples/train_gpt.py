@@ -33,8 +33,9 @@ from flash_ext.bench import results
 from flash_ext.bench.__main__ import describe
 from flash_ext.bench.timing import Clock, matmul_ceiling
 from gpt import ATTENTIONS, GPT, Config
+from report import NAMES, draw, tables, write_page
 from training import (
-    MIB,
+    OUT_OF_MEMORY,
     Batches,
     PeakMemory,
     Schedule,
@@ -47,15 +48,6 @@ from training import (
 
 TEXT_BYTES = 32 << 20
 FINAL_STEPS = 5  # whose mean is the final loss
-OUT_OF_MEMORY = "out of memory"
-NAMES = {
-    "naive": "naive",
-    "sdpa": "SDPA",
-    "sdpa_flash": "SDPA FLASH",
-    "sdpa_cudnn": "SDPA CUDNN",
-    "flex": "flex_attention",
-    "flash_ext": "flash_ext",
-}
 
 
 @dataclass(frozen=True)
@@ -160,7 +152,10 @@ def kernels_of(job: Job, device: str) -> dict:
     q = torch.empty(1, 1, job.num_heads, Config.head_dim, dtype=dtype, device=device)
     served = {}
     for name in ("forward", "backward"):
-        text = flash_ext.explain(q, q, q, causal=True, backward=name == "backward")
+        try:
+            text = flash_ext.explain(q, q, q, causal=True, backward=name == "backward")
+        except RuntimeError:  # a build without kernels for the device: training will say so
+            return {}
         kernel = text.split("serves: ")[1].split("\n")[0]
         served[name] = {"kernel": kernel, "sources": results.fingerprint(kernel)}
     return {"kernels": served}
@@ -180,10 +175,10 @@ class ResultFile:
         self.path = path
         self.content = json.loads(path.read_text()) if path.exists() else {"meta": {}, "rows": []}
 
-    def find(self, job: Job) -> dict | None:
-        """The row of this job; one that failed for another reason than memory is tried again."""
+    def find(self, job: Job, kernels: dict) -> dict | None:
+        """The row of this job, unless it is of other kernels or failed, but for want of memory."""
         for row in self.content["rows"]:
-            if key_of(row) == key_of(vars(job)):
+            if key_of(row) == key_of(vars(job)) and row.get("kernels") == kernels.get("kernels"):
                 failed = row.get("failed", OUT_OF_MEMORY)
                 return row if failed.startswith(OUT_OF_MEMORY) else None
         return None
@@ -195,87 +190,6 @@ class ResultFile:
         beside = self.path.with_suffix(".json.new")
         beside.write_text(json.dumps(self.content, indent=1, ensure_ascii=False) + "\n")
         beside.replace(self.path)
-
-
-# ---- what it shows -------------------------------------------------------------------------------
-
-
-def cells_of(row: dict, ceiling: float) -> list[str]:
-    if "failed" in row:
-        return [row["failed"]]
-    return [
-        f"{row['final_loss']:.4f}",
-        f"{row['tokens_per_second']:.0f}",
-        f"{row['tflops']:.3g}",
-        f"{100 * row['tflops'] / ceiling:.0f} %",
-        f"{row['peak_bytes'] / MIB:.0f}",
-    ]
-
-
-def print_tables(rows: list[dict], ceiling: float) -> None:
-    """One a context; MFU is against the device's own matrix product, measured in this run."""
-    for context in sorted({row["context"] for row in rows}):
-        here = [row for row in rows if row["context"] == context]
-        batch = here[0]["batch"] * here[0]["micro_batches"]
-        print(f"\ncontext {context}, batch {batch}, {here[0]['steps']} steps")
-        header = ("final loss", "tokens/s", "TFLOP/s", "MFU", "peak MiB")
-        print(f"{'':<16}" + "".join(f"{name:>12}" for name in header))
-        for row in here:
-            cells = "".join(f"{cell:>12}" for cell in cells_of(row, ceiling))
-            print(f"{NAMES[row['variant']]:<16}" + cells)
-
-
-def draw_bars(axes, rows: list[dict], key: str, unit: float, colours: dict[str, str]) -> None:
-    """A group of bars a context, a bar a variant; what failed is an empty place with its reason."""
-    contexts = sorted({row["context"] for row in rows})
-    width = 1 / (len(colours) + 1)
-    for row in rows:
-        place = contexts.index(row["context"]) + width * list(colours).index(row["variant"])
-        height = row.get(key, 0) / unit
-        bar = axes.bar(place, height, 0.9 * width, color=colours[row["variant"]])
-        failed = row.get("failed", "")
-        reason = OUT_OF_MEMORY if failed.startswith(OUT_OF_MEMORY) else "failed"
-        text = reason if failed else f"{height:.3g}"
-        axes.bar_label(bar, [text], rotation=90, padding=3, fontsize="small")
-    middle = width * (len(colours) - 1) / 2
-    axes.set_xticks([i + middle for i in range(len(contexts))], [f"context {n}" for n in contexts])
-    axes.margins(y=0.3)
-
-
-def draw_losses(axes, rows: list[dict], colours: dict[str, str]) -> None:
-    """The curves of the shortest context; the legend has every variant."""
-    context = min(row["context"] for row in rows)
-    curves = {r["variant"]: r.get("losses", []) for r in rows if r["context"] == context}
-    for variant, colour in colours.items():
-        losses = curves.get(variant, [])
-        axes.plot(range(1, len(losses) + 1), losses, color=colour, label=NAMES[variant], lw=1.2)
-    axes.set(title=f"training loss, context {context}", xlabel="step")
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize="small")
-
-
-def draw(rows: list[dict], path: Path, title: str) -> None:
-    """Speed, loss and memory side by side."""
-    try:
-        import matplotlib
-    except ImportError:
-        print("no figure: matplotlib is not installed")
-        return
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    variants = list(dict.fromkeys(row["variant"] for row in rows))
-    colours = {name: f"C{list(NAMES).index(name)}" for name in variants}
-    figure, (speed, loss, memory) = pyplot.subplots(1, 3, figsize=(14, 4), layout="constrained")
-    draw_bars(speed, rows, "tokens_per_second", 1e3, colours)
-    speed.set(title="thousand tokens/s")
-    draw_losses(loss, rows, colours)
-    draw_bars(memory, rows, "peak_bytes", 1 << 30, colours)
-    memory.set(title="peak memory, GiB")
-    figure.suptitle(title)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
-    print(f"figure: {path}")
 
 
 # ---- the command ---------------------------------------------------------------------------------
@@ -345,13 +259,14 @@ def main(arguments: list[str] | None = None) -> int:
     rows = []
     for number, job in enumerate(jobs, 1):
         where = f"[{number}/{len(jobs)}] {NAMES[job.variant]}, context {job.context}"
-        row = None if options.again else file.find(job)
+        kernels = kernels_of(job, options.device)
+        row = None if options.again else file.find(job, kernels)
         if row is None:
             try:
                 found = apart(run, options.device, job, options.text)
             except RuntimeError as error:  # the process was ended
                 found = {"failed": f"{OUT_OF_MEMORY}? {error}"}
-            row = vars(job) | found | kernels_of(job, options.device)
+            row = vars(job) | found | kernels
             row |= {"ceiling": ceiling, "date": datetime.date.today().isoformat()}
             file.put(meta, row)
             took = row.get("failed") or f"{row['seconds']:.0f} s"
@@ -359,8 +274,9 @@ def main(arguments: list[str] | None = None) -> int:
             took = f"of {row['date']}, in {path}"
         print(f"{where}: {took}", flush=True)
         rows.append(row)
-    print_tables(rows, ceiling)
+    print(f"{tables(rows)}\nMFU is against the {what}")
     draw(rows, path.with_suffix(".long.png" if options.long else ".png"), meta["device"])
+    write_page(path, file.content, what)
     return 0 if any("failed" not in row for row in rows) else 1
 
 

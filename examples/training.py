@@ -22,6 +22,7 @@ from torch import Tensor
 from gpt import GPT
 
 MIB = 2**20
+OUT_OF_MEMORY = "out of memory"  # how a reason begins
 HELD_OUT = 0.05  # of the text, its end
 
 

@@ -205,7 +205,22 @@ def test_the_comparison_writes_a_row_a_variant_and_goes_on(text, tmp_path, in_th
     assert train_tiny(text, out, "--variants", "naive", "--again") == 0
     assert in_this_process.count("run") == 3
     assert len(json.loads(out.read_text())["rows"]) == 2
-    assert "MFU" in capsys.readouterr().out
+    printed, page = capsys.readouterr().out, out.with_suffix(".md").read_text()
+    for text in (printed, page):
+        assert "| attention | final loss | tokens/s | TFLOP/s | MFU" in text
+    assert "| naive " in page and "| flash_ext " in page
+    assert ("(cpu.png)" in page) == HAS_MATPLOTLIB
+
+
+def test_a_row_of_other_kernels_is_measured_anew(text, tmp_path, in_this_process):
+    out = tmp_path / "cpu.json"
+    for times in (1, 1, 2):
+        assert train_tiny(text, out, "--variants", "flash_ext") == 0
+        assert in_this_process.count("run") == times
+        if times == 1 and in_this_process.count("measure_ceiling") == 2:
+            content = json.loads(out.read_text())
+            content["rows"][0]["kernels"]["forward"]["sources"] = "another fingerprint"
+            out.write_text(json.dumps(content))
 
 
 def test_a_variant_that_fails_is_a_row_and_is_tried_again(
