@@ -57,8 +57,9 @@ def device_lines() -> list[str]:
         lines.append(f"no GPU for torch: {seen}")
     built = _built_archs()
     for gpu in dict.fromkeys(gpus):
+        lines.append(f"the driver names {gpu.name} ({gpu.arch})")
         if not torch.version.cuda:
-            lines.append(f"{gpu.name} ({gpu.arch}): needs a CUDA build of torch")
+            lines.append("  needs a CUDA build of torch")
         if not machine.runs_on(built, gpu.arch):
             lines.append(f"  {machine.advice(gpu)}")
     return lines
