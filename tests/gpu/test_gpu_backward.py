@@ -240,8 +240,8 @@ def test_packed_lengths_that_lie():
     for values in ((0, 400, 100), (200, 100, 300), (-5, 10**6, 2**31 - 1), (300, 300, 0)):
         cu = int32(*values)
         options = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": 300, "max_seqlen_k": 300}
-        for x in grads(lambda *x, o=options: attention(*x, **o, causal=True), (q, k, v), dout):
-            assert x.shape[0] == 300
+        for grad in grads(lambda *x, o=options: attention(*x, **o, causal=True), (q, k, v), dout):
+            assert grad.shape[0] == 300
     torch.cuda.synchronize()
 
 
