@@ -71,33 +71,42 @@ class Job:
 
 @dataclass(frozen=True)
 class Preset:
-    """What a device trains by default."""
+    """What a device trains by default; the long mode has one sequence a step."""
 
+    model: Config
+    learning_rate: float
     variants: tuple[str, ...]
-    long_variants: tuple[str, ...]
-    long_contexts: tuple[int, ...]
-    num_layers: int
-    num_heads: int
-    vocab_size: int
-    context: int
     batch: int
     micro_batches: int
     steps: int
+    long_variants: tuple[str, ...]
+    long_contexts: tuple[int, ...]
     long_steps: int
-    learning_rate: float
 
 
 PRESETS = {
-    # SDPA's CUDNN and flex_attention's backward do not exist on a CPU.
     "cpu": Preset(
-        ("naive", "sdpa", "sdpa_flash", "flash_ext"),
-        ("naive", "sdpa", "flash_ext"),
-        *((4096, 16384), 2, 2, 256, 1024, 2, 2, 20, 2, 3e-3),
+        model=Config(vocab_size=256, num_layers=2, num_heads=2),
+        learning_rate=3e-3,
+        # SDPA's CUDNN and flex_attention's backward do not exist on a CPU.
+        variants=("naive", "sdpa", "sdpa_flash", "flash_ext"),
+        batch=2,
+        micro_batches=2,
+        steps=20,
+        long_variants=("naive", "sdpa", "flash_ext"),
+        long_contexts=(4096, 16384),
+        long_steps=2,
     ),
     "cuda": Preset(
-        tuple(NAMES),
-        ("naive", "sdpa", "flash_ext"),
-        *((16384, 65536), 12, 12, 50304, 1024, 16, 4, 80, 4, 6e-4),
+        model=Config(),
+        learning_rate=6e-4,
+        variants=tuple(NAMES),
+        batch=16,
+        micro_batches=4,
+        steps=80,
+        long_variants=("naive", "sdpa", "flash_ext"),
+        long_contexts=(16384, 65536),
+        long_steps=4,
     ),
 }
 
@@ -223,24 +232,26 @@ def parse_options(arguments: list[str] | None) -> argparse.Namespace:
 def plan(options: argparse.Namespace, text: str) -> list[Job]:
     """The options over the device's preset."""
     preset = PRESETS[options.device]
-    long = options.long
-    contexts = options.contexts or (preset.long_contexts if long else (preset.context,))
-    variants = options.variants or (preset.long_variants if long else preset.variants)
+    batch, micro_batches, steps = preset.batch, preset.micro_batches, preset.steps
+    contexts, variants = (preset.model.context,), preset.variants
+    if options.long:
+        batch, micro_batches, steps = 1, 1, preset.long_steps
+        contexts, variants = preset.long_contexts, preset.long_variants
     return [
         Job(
             variant=variant,
             context=context,
-            batch=options.batch or (1 if long else preset.batch),
-            micro_batches=options.micro_batches or (1 if long else preset.micro_batches),
-            steps=options.steps or (preset.long_steps if long else preset.steps),
-            num_layers=options.layers or preset.num_layers,
-            num_heads=options.heads or preset.num_heads,
-            vocab_size=preset.vocab_size,
+            batch=options.batch or batch,
+            micro_batches=options.micro_batches or micro_batches,
+            steps=options.steps or steps,
+            num_layers=options.layers or preset.model.num_layers,
+            num_heads=options.heads or preset.model.num_heads,
+            vocab_size=preset.model.vocab_size,
             learning_rate=preset.learning_rate,
             text=text,
         )
-        for context in contexts
-        for variant in variants
+        for context in options.contexts or contexts
+        for variant in options.variants or variants
     ]
 
 
