@@ -36,6 +36,13 @@ inline int device_attribute(cudaDeviceAttr attribute, int device) {
   return value;
 }
 
+// Whether the current device can start a grid before the one ahead of it has ended.
+inline bool has_dependent_launch() {
+  int device = 0;
+  check(cudaGetDevice(&device), "asking for the current device");
+  return device_attribute(cudaDevAttrComputeCapabilityMajor, device) >= 9;
+}
+
 // Where the machine code of a kernel runs: on its own architecture and later ones of the same major
 // version, or on its own alone (Hopper's sm_90a instructions; Tegra's sm_87).
 enum class Runs { kSameMajor, kExactly };

@@ -100,4 +100,22 @@ struct FwdConfig<256, 99> {
   using ModifiedShape = Shape;
 };
 
+// Decoding: bytes in flight are what counts. A warp's ring has kStages stages of kKeys keys of K
+// and V; two blocks share a multiprocessor where their rings fit, so that one's copies fill the
+// time in which the other's warps merge.
+template <int kDim, int kSmemKB>
+struct DecodeConfig {
+  static constexpr int kKeys = 16;                   // of a warp's tile
+  static constexpr int kWarps = kDim > 128 ? 2 : 4;  // keys are split over them
+  static constexpr int kStageBytes = 4 * kWarps * kKeys * kDim;
+  static constexpr int kOtherBytes = 10 << 10;  // Q of 16 or 32 rows, sums
+  static constexpr int stages(int blocks) {
+    return ((kSmemKB << 10) / blocks - (1 << 10) - kOtherBytes) / kStageBytes;
+  }
+  static constexpr int kMinBlocks = stages(2) >= 3 ? 2 : 1;
+  static constexpr int kStages = stages(kMinBlocks) > 6 ? 6 : stages(kMinBlocks);
+  static constexpr int kLeastUnits = 2;  // a block's share of kWarps * kKeys keys, at least
+  static_assert(kStages >= 2, "a stage is filled while another is read");
+};
+
 }  // namespace flash::cuda
