@@ -122,8 +122,8 @@ CPU_FEATURES = {
 CPU_PLAIN_PASSES = ("append", "rotary")
 
 
-# What each kind of kernel of the tile class (mma.sync) declares. Kinds of one pass stand in order of
-# preference: the first one that declares a call serves it.
+# What each kind of kernel of the tile class (mma.sync) declares. Kinds of one pass stand in order
+# of preference: the first one that declares a call serves it.
 CACHE = {"page_table", "leftpad_k"}
 GPU_FEATURES = {
     "decode": COMMON | CACHE | {"sinks", "head_dim_v", "num_splits"},

@@ -46,9 +46,16 @@ class Usage:
 
 def variant_of(mangled: str) -> str:
     """Which of a unit's instances this is, from its template arguments."""
+    if match := re.search(r"combine_kernelI.*Li(\d+)ELi\d+EEEvNS", mangled):
+        return f"merge, {match[1]} rows"
+    if "Traits" not in mangled:
+        return ""
     score = "modified" if "ScoreKindE1" in mangled else "plain"
     dropout = " + dropout" if "DropoutKindE1" in mangled else ""
-    return score + dropout
+    match = re.search(r"DecodeTraitsI.*ELi\d+ELi\d+ELi(\d+)EL", mangled)
+    rows = f", {match[1]} rows" if match else ""
+    pages = ", pages" if "KeysKindE1" in mangled else ""
+    return score + dropout + rows + pages
 
 
 def parse_log(arch: str, unit: str, log: str) -> list[Usage]:
@@ -61,7 +68,8 @@ def parse_log(arch: str, unit: str, log: str) -> list[Usage]:
         elif match := SPILLS.search(line):
             spills = int(match["spills"])
         elif (match := REGISTERS.search(line)) and mangled:
-            smem = re.search(r"Li(\d+)EEEvNS", mangled)
+            # Only kernels with traits have it in their names.
+            smem = re.search(r"Traits.*Li(\d+)EEEvNS", mangled)
             rows.append(
                 Usage(
                     arch,

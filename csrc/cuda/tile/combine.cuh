@@ -51,7 +51,7 @@ struct MergedRow {
   __device__ __forceinline__ void see(float part_max) { m = fmaxf(m, part_max); }
   __device__ __forceinline__ void add(float part_max, float part_sum, float exp_scale,
                                       const float* part_o) {
-    if (part_max == -INFINITY && part_sum == 0.f) return;  // nothing was seen; a NaN goes on
+    // A part that saw nothing is all zeros, and NaN has reached sum and output alike.
     const float weight = part_max == m ? 1.f : exp2_approx((part_max - m) * exp_scale);
     sum += weight * part_sum;
 #pragma unroll
@@ -91,13 +91,17 @@ __device__ __forceinline__ void write_row(const FwdParams& p, int batch, int hea
   }
 }
 
-// The parts of one item: consecutive pieces, or consecutive slots.
-struct PartsOfItem {
+// The parts of one run for one member of the teams: consecutive teams, so slots at equal distances,
+// but for the first part of a balanced run, which may be at its team's end.
+struct PartsOfRun {
   int batch, head_k, row_tile;
-  int count;
-  int first_piece;     // balanced: the block that has the item's beginning
-  int64_t first_slot;  // its slot; fixed: of split 0
-  bool is_split;
+  int count;  // 0: there is nothing to merge
+  int64_t first_slot;
+  int64_t second_slot, step;  // of the second part and those after it
+
+  __device__ __forceinline__ int64_t slot(int part) const {
+    return part == 0 ? first_slot : second_slot + (part - 1) * step;
+  }
 };
 
 constexpr int kCombineWarps = 4;
@@ -117,29 +121,27 @@ class CombineBlock {
 
   __device__ __forceinline__ CombineBlock(const FwdParams& params, const SplitGrid& grid_,
                                           Storage& storage)
-      : p(params), grid(grid_), smem(storage), index(params, storage.index) {}
+      : p(params), grid(grid_), smem(storage), index(params, grid_, storage.index) {}
 
-  // One row of one item, by a block: its warps share the parts.
+  // One row of one run and member, by a block: its warps share the parts.
   __device__ __forceinline__ void run(bool plain) {
-    const PartsOfItem item = grid.num_splits > 0 ? of_fixed() : of_boundary();
+    const PartsOfRun run = grid.num_splits > 0 ? of_fixed() : of_boundary();
     wait_for_primary();
-    if (!item.is_split) return;
-    const SeqInfo seq = seq_info(p.side_q, p.side_k, item.batch);
-    const int row = static_cast<int>(blockIdx.y), r = item.row_tile * kRows + row;
+    if (run.count == 0) return;
+    const SeqInfo seq = seq_info(p.side_q, p.side_k, run.batch);
+    const int row = static_cast<int>(blockIdx.y), r = run.row_tile * kRows + row;
     if (r >= seq.seqlen_q * p.group()) return;
-    const SplitParts<kDim> parts(p.workspace, grid.num_slots(p), kRows);
+    const SplitParts<kDim> parts(p.workspace, grid.num_slots(), kRows);
     const float exp_scale = plain ? static_cast<float>(p.softmax_scale) * kLog2e : kLog2e;
 
     MergedRow<kDim> mine;
     mine.start();
-    for (int part = lane_id(); part < item.count; part += kWarpSize)
-      if (const int64_t slot = slot_of(item, part); slot >= 0)
-        mine.see(parts.row_max[slot * kRows + row]);
+    for (int part = lane_id(); part < run.count; part += kWarpSize)
+      mine.see(parts.row_max[run.slot(part) * kRows + row]);
     mine.m = warp_max(mine.m);
-    for (int part = warp_id(); part < item.count; part += kCombineWarps) {
-      const int64_t slot = slot_of(item, part);
-      if (slot < 0) continue;
-      const int64_t at = slot * kRows + row;
+#pragma unroll 4
+    for (int part = warp_id(); part < run.count; part += kCombineWarps) {
+      const int64_t at = run.slot(part) * kRows + row;
       mine.add(parts.row_max[at], parts.row_sum[at], exp_scale, parts.o + at * kDim);
     }
     if (lane_id() == 0) smem.sum[warp_id()] = mine.sum;
@@ -151,54 +153,48 @@ class CombineBlock {
     whole.m = mine.m;
 #pragma unroll
     for (int w = 0; w < kCombineWarps; ++w) whole.add(mine.m, smem.sum[w], exp_scale, smem.o[w]);
-    write_row<In, kDim>(p, item.batch, item.head_k * p.group() + r % p.group(), seq, r / p.group(),
+    write_row<In, kDim>(p, run.batch, run.head_k * p.group() + r % p.group(), seq, r / p.group(),
                         plain, whole);
   }
 
  private:
-  __device__ __forceinline__ PartsOfItem of_fixed() const {
-    const unsigned tiles = static_cast<unsigned>(grid.max_tiles), item = blockIdx.x;
-    const unsigned head = item / tiles, heads = static_cast<unsigned>(p.num_heads_k);
-    return {static_cast<int>(head / heads),
-            static_cast<int>(head % heads),
-            static_cast<int>(item % tiles),
-            grid.num_splits,
-            0,
-            static_cast<int64_t>(item) * grid.num_splits,
-            true};
+  __device__ __forceinline__ PartsOfRun of_fixed() const {
+    const unsigned size = static_cast<unsigned>(grid.team_size());
+    const unsigned bands = static_cast<unsigned>(p.num_heads_k / grid.band);
+    const unsigned run = blockIdx.x / size;
+    PartsOfRun parts = of(static_cast<int>(run / bands), static_cast<int>(run % bands));
+    parts.count = grid.num_splits;
+    parts.first_slot = grid.slot(static_cast<int>(run) * grid.num_splits, member());
+    parts.step = grid.team_size();
+    parts.second_slot = parts.first_slot + parts.step;
+    return parts;
   }
 
-  // The item that the cut before block c = blockIdx.x + 1 lies in, if that is its first cut.
-  __device__ __forceinline__ PartsOfItem of_boundary() {
-    PartsOfItem none = {};
-    const int64_t total = index.total();
-    const int c = static_cast<int>(blockIdx.x) + 1;
-    const int64_t cut = piece_begin(total, grid.blocks, c);
-    if (cut >= total) return none;
+  // The run that the cut before piece c = team + 1 lies in, if that is its first cut.
+  __device__ __forceinline__ PartsOfRun of_boundary() {
+    const unsigned c = blockIdx.x / static_cast<unsigned>(grid.team_size()) + 1;
+    const Pieces pieces(index.total(), grid.teams);
+    if (c >= pieces.count) return {};
+    const unsigned cut = pieces.begin(c), before = pieces.begin(c - 1);
     int batch;
-    int64_t first;
-    index.find(cut, 0, batch, first);
-    const Sequence s(p, batch);
-    const int each = s.units_of_item();
-    const int item = static_cast<int>((cut - first) / each);
-    const int64_t begin = first + static_cast<int64_t>(item) * each, end = begin + each;
-    const int64_t before = piece_begin(total, grid.blocks, c - 1);
-    if (cut == begin || before > begin) return none;
-    int last = c;  // pieces that begin inside the item
-    while (last + 1 < grid.blocks && piece_begin(total, grid.blocks, last + 1) < end) ++last;
-    return {
-        batch,        item / s.tiles, item % s.tiles,
-        last - c + 2, c - 1,          2 * static_cast<int64_t>(c - 1) + (before == begin ? 0 : 1),
-        true};
+    unsigned first;
+    index.find(cut, batch, first);
+    const unsigned each = Sequence(p, batch).units_of_run(), band = (cut - first) / each;
+    const unsigned begin = first + band * each;
+    if (cut == begin || before > begin) return {};
+    PartsOfRun parts = of(batch, static_cast<int>(band));
+    parts.count = static_cast<int>(pieces.piece_of(begin + each - 1) - (c - 1)) + 1;
+    parts.first_slot = grid.slot(2 * static_cast<int>(c - 1) + (before == begin ? 0 : 1), member());
+    parts.second_slot = grid.slot(2 * static_cast<int>(c), member());
+    parts.step = int64_t{2} * grid.team_size();
+    return parts;
   }
 
-  // -1: an empty piece.
-  __device__ __forceinline__ int64_t slot_of(const PartsOfItem& item, int part) const {
-    if (grid.num_splits > 0 || part == 0) return item.first_slot + part;
-    const int c = item.first_piece + part;
-    const int64_t total = index.total();
-    const bool empty = piece_begin(total, grid.blocks, c) == piece_begin(total, grid.blocks, c + 1);
-    return empty ? -1 : 2 * static_cast<int64_t>(c);
+  __device__ __forceinline__ int member() const {
+    return static_cast<int>(blockIdx.x % static_cast<unsigned>(grid.team_size()));
+  }
+  __device__ __forceinline__ PartsOfRun of(int batch, int band) const {
+    return {batch, band * grid.band + member() / grid.tiles, member() % grid.tiles, 0, 0, 0, 0};
   }
 
   const FwdParams& p;
@@ -219,22 +215,11 @@ __global__ void __launch_bounds__(kCombineWarps* kWarpSize)
 // Started early where the device can: its blocks find their items while the last pieces end.
 template <typename In, int kDim, int kRows, int kBlockN>
 void launch_combine(const FwdParams& p, const SplitGrid& grid, bool plain, const Launch& launch) {
-  const int64_t items = grid.num_splits > 0
-                            ? static_cast<int64_t>(p.batch) * p.num_heads_k * grid.max_tiles
-                            : grid.blocks - 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim =
-      dim3(grid_size(items),
-           static_cast<unsigned>(min_of<int64_t>(kRows, int64_t{p.side_q.longest()} * p.group())));
-  config.blockDim = dim3(kCombineWarps * kWarpSize);
-  config.stream = static_cast<cudaStream_t>(launch.stream);
-  cudaLaunchAttribute early = {};
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
-  config.attrs = &early;
-  config.numAttrs = has_dependent_launch() ? 1 : 0;
-  check(cudaLaunchKernelEx(&config, &combine_kernel<In, kDim, kRows, kBlockN>, p, grid, plain),
-        "a combine kernel");
+  const int64_t runs = grid.num_splits > 0 ? grid.teams / grid.num_splits : grid.teams - 1;
+  const int64_t rows = min_of<int64_t>(kRows, int64_t{p.side_q.longest()} * p.group());
+  launch_early(&combine_kernel<In, kDim, kRows, kBlockN>,
+               dim3(grid_size(runs * grid.team_size()), static_cast<unsigned>(rows)),
+               kCombineWarps * kWarpSize, 0, launch.stream, "a combine kernel", p, grid, plain);
 }
 
 }  // namespace flash::cuda

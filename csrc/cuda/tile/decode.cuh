@@ -4,15 +4,15 @@
 // group), so that a group shares one read of K and V. Warps share the rows and split the keys: warp
 // w reads every kWarps-th tile of kKeys keys through a ring of stages of its own and waits for its
 // own copies only. There is no block barrier between two tiles; the warps' rows are merged when the
-// piece of keys ends. Which keys a block reads, and where parts go, is split.cuh's; combine.cuh
-// merges the parts.
+// block's part of a run ends. Which keys a block reads, and where parts go, is split.cuh's;
+// combine.cuh merges the parts.
 //
 //            keys ------------------------------------------------>
 //   rows     | w0 | w1 | w2 | w3 | w0 | w1 | w2 | w3 | w0 | ...
 //   (16)     |kKeys|                                          each warp: O, maxima, sums
 //
 // Who waits: a lane for its own copies, then its warp (warp_barrier), once a tile. The block waits
-// for Q at the beginning of a piece and for all warps' rows at its end.
+// for Q at the beginning of a part and for all warps' rows at its end.
 #pragma once
 
 #include "../../common/score.h"
@@ -52,7 +52,7 @@ struct DecodeStorage {
   };
   union Warp {
     Stage stage[Shape::kStages];
-    float o[Traits::kRows * kOStride];  // at the end of a piece
+    float o[Traits::kRows * kOStride];  // at the end of a part
   };
   char q[Traits::kRows * Traits::kDim * 2];
   Warp warp[Shape::kWarps];
@@ -129,61 +129,65 @@ class DecodeBlock {
                                          Storage& storage)
       : p(params), grid(grid_), smem(storage) {}
 
-  // The schedule of a block: one piece of keys after the other.
+  // The schedule of a block: one part of a run after the other.
   __device__ __forceinline__ void run() {
-    if (grid.num_splits > 0) {
-      const Segment segment = fixed_segment();
-      if (segment.is_valid) piece(segment);
-      return;
-    }
-    Index index(p, smem.index);
-    const int c = static_cast<int>(blockIdx.x);
-    const int64_t begin = piece_begin(index.total(), grid.blocks, c);
-    const int64_t end = piece_begin(index.total(), grid.blocks, c + 1);
-    if (begin == end) return;
+    const unsigned size = static_cast<unsigned>(grid.team_size());
+    const unsigned team = blockIdx.x / size;
+    const int member = static_cast<int>(blockIdx.x % size);
+    if (grid.num_splits > 0)
+      run_fixed(team, member);
+    else
+      run_balanced(team, member);
+  }
+
+ private:
+  // Teams of a run's parts stand beside each other.
+  __device__ __forceinline__ void run_fixed(unsigned team, int member) {
+    const unsigned n = static_cast<unsigned>(grid.num_splits);
+    const unsigned bands = static_cast<unsigned>(p.num_heads_k / grid.band);
+    const unsigned split = team % n, run = team / n;
+    Segment segment =
+        segment_of(static_cast<int>(run / bands), static_cast<int>(run % bands), member);
+    const Sequence s(p, segment.batch);
+    if (segment.row_tile >= s.tiles) return;
+    segment.blocks = split_blocks(s.blocks, static_cast<int>(split), grid.num_splits);
+    segment.slot = n == 1 ? -1 : grid.slot(static_cast<int>(team), member);
+    read_part(segment);
+  }
+
+  __device__ __forceinline__ void run_balanced(unsigned team, int member) {
+    Index index(p, grid, smem.index);
+    const Pieces pieces(index.total(), grid.teams);
+    if (team >= pieces.count) return;
+    const unsigned begin = pieces.begin(team), end = pieces.begin(team + 1);
     int batch;
-    int64_t first;  // units before the sequence
-    index.find(begin, 0, batch, first);
-    for (int64_t at = begin; at < end;) {
+    unsigned first;  // units before the sequence
+    index.find(begin, batch, first);
+    for (unsigned at = begin; at < end;) {
       const Sequence s(p, batch);
-      const int64_t units = s.units(p);
+      const unsigned units = index.units_of(batch);
       if (at >= first + units) {
         first += units;
         ++batch;
         continue;
       }
-      const int each = s.units_of_item();
-      const int item = static_cast<int>((at - first) / each);
-      const int from = static_cast<int>((at - first) % each);
-      const int count = static_cast<int>(min_of<int64_t>(each - from, end - at));
-      const bool whole = count == each;
-      const Range blocks = {s.blocks.begin + from, s.blocks.begin + from + count};
-      piece({batch, item / s.tiles, item % s.tiles, intersect(blocks, s.blocks),
-             whole ? -1 : 2 * static_cast<int64_t>(c) + (at == begin ? 0 : 1), true});
+      const unsigned each = s.units_of_run(), band = (at - first) / each;
+      const unsigned from = at - first - band * each, count = min_of(each - from, end - at);
+      Segment segment = segment_of(batch, static_cast<int>(band), member);
+      const int first_block = s.blocks.begin + static_cast<int>(from);
+      segment.blocks = intersect({first_block, first_block + static_cast<int>(count)}, s.blocks);
+      const int row = 2 * static_cast<int>(team) + (at == begin ? 0 : 1);
+      segment.slot = count == each ? -1 : grid.slot(row, member);
+      if (segment.row_tile < s.tiles) read_part(segment);
       at += count;
     }
   }
 
- private:
-  // Blocks of an item's splits stand beside each other.
-  __device__ __forceinline__ Segment fixed_segment() {
-    const unsigned n = static_cast<unsigned>(grid.num_splits);
-    const unsigned tiles = static_cast<unsigned>(grid.max_tiles);
-    const unsigned item = blockIdx.x / n, split = blockIdx.x % n;
-    const unsigned head = item / tiles;
-    Segment segment;
-    segment.row_tile = static_cast<int>(item % tiles);
-    segment.head_k = static_cast<int>(head % static_cast<unsigned>(p.num_heads_k));
-    segment.batch = static_cast<int>(head / static_cast<unsigned>(p.num_heads_k));
-    const Sequence s(p, segment.batch);
-    segment.is_valid = segment.row_tile < s.tiles;
-    segment.blocks = split_blocks(s.blocks, static_cast<int>(split), grid.num_splits);
-    segment.slot = n == 1 ? -1 : static_cast<int64_t>(item) * n + split;
-    return segment;
+  __device__ __forceinline__ Segment segment_of(int batch_, int band, int member) const {
+    return {batch_, band * grid.band + member / grid.tiles, member % grid.tiles, {0, 0}, -1};
   }
 
-  // One piece of one item's keys.
-  __device__ __forceinline__ void piece(const Segment& segment) {
+  __device__ __forceinline__ void read_part(const Segment& segment) {
     start(segment);
     const int count = segment.blocks.size();
     if (count > 0) {
@@ -201,7 +205,7 @@ class DecodeBlock {
       warp_barrier();
     }
     finish(segment);
-    __syncthreads();  // the next piece's copies go where these rows lie
+    __syncthreads();  // the next part's copies go where these rows lie
   }
 
   __device__ __forceinline__ void start(const Segment& segment) {
@@ -363,7 +367,7 @@ class DecodeBlock {
       merged.add(smem.row_max[w][row], smem.row_sum[w][row], online.exp_scale,
                  smem.warp[w].o + row * Storage::kOStride);
     if (segment.slot >= 0) {
-      merged.store(SplitParts<kDim>(p.workspace, grid.num_slots(p), kRows), segment.slot, row);
+      merged.store(SplitParts<kDim>(p.workspace, grid.num_slots(), kRows), segment.slot, row);
       return;
     }
     const int r = first_row + row;
@@ -377,13 +381,13 @@ class DecodeBlock {
   const SplitGrid& grid;
   Storage& smem;
 
-  // Of the piece at hand.
+  // Of the part at hand.
   int batch, head_k;
   SeqInfo seq;
   Mask mask;
   int first_row, num_rows;  // rows of the item's tile, counted over (token, head of the group)
   Range tokens;             // of those rows
-  Range seen;               // keys that they see, within the piece
+  Range seen;               // keys that they see, within the part
   int first_key;            // of this warp's first tile
   int token[kSlots];
   const char *k_data, *v_data;
@@ -399,7 +403,8 @@ template <typename Traits, int kSmemBytes>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::Shape::kMinBlocks)
     decode_kernel(const __grid_constant__ FwdParams p, const __grid_constant__ SplitGrid grid) {
   extern __shared__ __align__(128) char storage[];
-  launch_dependents();
+  wait_for_primary();   // an append may have been ahead
+  launch_dependents();  // only now: the lengths that combine reads are there
   DecodeBlock<Traits>(p, grid, *reinterpret_cast<DecodeStorage<Traits>*>(storage)).run();
 }
 
@@ -408,22 +413,30 @@ constexpr int decode_rows(int dim, bool plain, int64_t rows) {
   return rows > 16 && dim <= 128 && plain ? 32 : 16;
 }
 
+// The most key heads of a team; more would leave too few teams to cut the keys for.
+constexpr int kMostBand = 16;
+
 template <typename Shape>
 SplitGrid decode_grid(const FwdParams& p, int rows_of_tile) {
   constexpr int kBlockN = Shape::kWarps * Shape::kKeys;
   const int64_t rows = int64_t{p.side_q.longest()} * p.group();
-  SplitGrid grid = {p.num_splits, 1, static_cast<int>(ceil_div<int64_t>(rows, rows_of_tile))};
-  const int64_t items = int64_t{p.batch} * p.num_heads_k * grid.max_tiles;
+  int band = min_of(p.num_heads_k, kMostBand);
+  while (p.num_heads_k % band != 0) --band;
+  SplitGrid grid = {p.num_splits, 1, band, static_cast<int>(ceil_div<int64_t>(rows, rows_of_tile))};
+  const int64_t runs = int64_t{p.batch} * (p.num_heads_k / band);
   if (p.num_splits > 0) {
-    grid.blocks = static_cast<int>(grid_size(items * p.num_splits));
+    grid_size(runs * p.num_splits * grid.team_size());
+    grid.teams = static_cast<int>(runs * p.num_splits);
     return grid;
   }
   int device = 0;
   check(cudaGetDevice(&device), "asking for the current device");
-  const int64_t most =
+  const int64_t blocks =
       int64_t{device_attribute(cudaDevAttrMultiProcessorCount, device)} * Shape::kMinBlocks;
-  const int64_t units = items * max_of(ceil_div(p.side_k.longest(), kBlockN), 1);
-  grid.blocks = static_cast<int>(clamp_to<int64_t>(units / Shape::kLeastUnits, 1, most));
+  const int64_t units = runs * (ceil_div(p.side_k.longest(), kBlockN) + 1);
+  grid_size(units);
+  grid.teams = static_cast<int>(clamp_to<int64_t>(units / Shape::kLeastUnits, 1,
+                                                  max_of<int64_t>(blocks / grid.team_size(), 1)));
   return grid;
 }
 
@@ -432,7 +445,7 @@ size_t decode_workspace(const FwdParams& p) {
   using Shape = DecodeConfig<kDim, kSmemKB>;
   const int rows = decode_rows(kDim, is_plain(p), int64_t{p.side_q.longest()} * p.group());
   const SplitGrid grid = decode_grid<Shape>(p, rows);
-  return grid.is_split() ? SplitParts<kDim>::bytes(grid.num_slots(p), rows) : 0;
+  return grid.is_split() ? SplitParts<kDim>::bytes(grid.num_slots(), rows) : 0;
 }
 
 template <typename Traits>
@@ -443,9 +456,8 @@ void launch_decode(const FwdParams& p, const Launch& launch) {
                              cudaFuncAttributeMaxDynamicSharedMemorySize, kSmemBytes),
         "the shared memory of a decode kernel");
   const SplitGrid grid = decode_grid<typename Traits::Shape>(p, Traits::kRows);
-  kernel<<<static_cast<unsigned>(grid.blocks), Traits::kThreads, kSmemBytes,
-           static_cast<cudaStream_t>(launch.stream)>>>(p, grid);
-  check(cudaGetLastError(), "a decode kernel");
+  launch_early(kernel, dim3(grid_size(int64_t{grid.teams} * grid.team_size())), Traits::kThreads,
+               kSmemBytes, launch.stream, "a decode kernel", p, grid);
   if (grid.is_split())
     launch_combine<typename Traits::In, Traits::kDim, Traits::kRows, Traits::kBlockN>(
         p, grid, Traits::kScore == ScoreKind::kPlain, launch);

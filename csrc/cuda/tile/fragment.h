@@ -41,10 +41,10 @@ __device__ __forceinline__ float warp_max(float x) {
 }
 
 // The sum of the lanes up to and including this one.
-__device__ __forceinline__ int64_t scan_warp(int64_t x) {
+__device__ __forceinline__ unsigned scan_warp(unsigned x) {
 #pragma unroll
   for (int step = 1; step < kWarpSize; step *= 2) {
-    const int64_t before = __shfl_up_sync(0xFFFFFFFFu, x, step);
+    const unsigned before = __shfl_up_sync(0xFFFFFFFFu, x, step);
     if (lane_id() >= step) x += before;
   }
   return x;

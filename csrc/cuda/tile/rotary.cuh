@@ -5,10 +5,11 @@
 #include "../../common/rotary.h"
 #include "../../params.h"
 #include "../launch.h"
+#include "../primitives/dependents.h"
 
 namespace flash::cuda {
 
-constexpr int kRowThreads = 256;
+constexpr int kRowThreads = 512;
 
 template <typename In>
 __device__ __forceinline__ float to_float(In x);
@@ -50,6 +51,8 @@ __device__ __forceinline__ void rotate_pair(const Rotary& rotary, const In* from
 template <typename In>
 __global__ void __launch_bounds__(kRowThreads)
     rotary_kernel(const __grid_constant__ RotaryParams p) {
+  wait_for_primary();
+  launch_dependents();
   const SeqRow row = p.find_row(blockIdx.x);
   if (!row.is_inside) return;
   const int64_t position = p.position(row);
@@ -64,10 +67,8 @@ __global__ void __launch_bounds__(kRowThreads)
 
 template <typename In>
 void rotary(const RotaryParams& p, const Launch& launch) {
-  rotary_kernel<In>
-      <<<grid_size(p.num_new_rows()), kRowThreads, 0, static_cast<cudaStream_t>(launch.stream)>>>(
-          p);
-  check(cudaGetLastError(), "a rotary kernel");
+  launch_early(&rotary_kernel<In>, dim3(grid_size(p.num_new_rows())), kRowThreads, 0, launch.stream,
+               "a rotary kernel", p);
 }
 
 inline size_t rotary_workspace(const RotaryParams&) { return 0; }

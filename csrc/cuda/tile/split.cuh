@@ -1,23 +1,27 @@
-// How keys are split over blocks, for the kernels that split them: which part of which head's keys
+// How keys are split over blocks, for the kernels that split them: which part of which heads' keys
 // a block reads, and where the parts lie until they are merged.
 //
-// An item is one (sequence, key head, tile of query rows); its keys come in units of kBlockN. Two
-// ways to split, both of which find their lengths on the device:
+// A run is the keys of one sequence and one band of key heads, in units of kBlockN keys. Blocks
+// come in teams of one block a (head of the band, tile of query rows): a team reads the same keys
+// of neighbouring heads at the same time, so that pages, and rows that several tiles need, are
+// found where another block has just been. Two ways to split, both of which find their lengths on
+// the device:
 //
-//   balanced (num_splits 0)   the units of all items stand in one row, cut into equal pieces, one a
-//                             block: a block has the end of one item, whole ones, the beginning of
-//                             the next. Unequal lengths are balanced by construction.
+//   balanced (num_splits 0)   the units of all runs stand in one row, cut into pieces, one a team:
+//   a
+//                             team has the end of one run, whole ones, the beginning of the next.
+//                             Pieces differ by one unit at most, whatever the lengths.
 //
-//        item 0      |   item 1    |2|     item 3
+//        run 0       |   run 1     |2|     run 3
 //        u u u u u u | u u u u u u |u| u u u u u u u
-//        block 0   | block 1   | block 2   | block 3
+//        team 0    | team 1    | team 2    | team 3
 //
-//   fixed (num_splits n)      every item is cut into n runs of equal length, one a block. The cuts
+//   fixed (num_splits n)      every run is cut into n parts of equal length, one a team. The cuts
 //                             depend on the sequence's own length alone, and so do its bits.
 //
-// A part that is not a whole item goes to a slot of the workspace: rows' maxima, sums and outputs,
-// not normalised. Balanced, block c has slot 2 c for a part at its beginning and 2 c + 1 for one at
-// its end; fixed, split s of an item has slot item n + s.
+// A block's part of a run that is not the whole goes to a slot of the workspace: rows' maxima, sums
+// and outputs, not normalised. Balanced, a team has two rows of slots, for a part at its beginning
+// and one at its end; fixed, it has one.
 #pragma once
 
 #include "../../common/tile_range.h"
@@ -30,43 +34,65 @@ namespace flash::cuda {
 // The host's choices, from shapes alone.
 struct SplitGrid {
   int num_splits;  // 0: balanced
-  int blocks;      // of the grid
-  int max_tiles;   // row tiles of the longest sequence of queries
+  int teams;
+  int band;   // key heads of a team; divides num_heads_k
+  int tiles;  // of query rows, in the longest sequence
 
-  // Whether some item may be in parts.
-  FLASH_HD bool is_split() const { return num_splits > 0 ? num_splits > 1 : blocks > 1; }
-  FLASH_HD int64_t num_slots(const AttnParams& p) const {
-    return num_splits > 0 ? int64_t{p.batch} * p.num_heads_k * max_tiles * num_splits
-                          : int64_t{2} * blocks;
+  FLASH_HD int team_size() const { return band * tiles; }
+  // Whether some run may be in parts.
+  FLASH_HD bool is_split() const { return num_splits > 0 ? num_splits > 1 : teams > 1; }
+  FLASH_HD int64_t num_slots() const {
+    return int64_t{teams} * team_size() * (num_splits > 0 ? 1 : 2);
+  }
+  // Of the block's place in its team.
+  FLASH_HD int64_t slot(int row_of_slots, int member) const {
+    return int64_t{row_of_slots} * team_size() + member;
   }
 };
 
-// A piece of an item's keys for one block, or the whole.
+// A block's part of a run.
 struct Segment {
   int batch, head_k, row_tile;
-  Range blocks;   // of kBlockN keys
-  int64_t slot;   // where the part goes; -1: it is the whole item
-  bool is_valid;  // false: nothing is left
+  Range blocks;  // of kBlockN keys
+  int64_t slot;  // where the part goes; -1: it is the whole
 };
 
-// Per sequence: its items and their units. kRows query rows make a tile, kBlockN keys a unit.
+// One sequence: its runs and their units. kRows query rows make a tile, kBlockN keys a unit.
 template <int kRows, int kBlockN>
 struct SplitSequence {
-  SeqInfo seq;
-  Mask mask;
   Range blocks;  // of keys that some row sees
   int tiles;     // of query rows
 
-  __device__ __forceinline__ SplitSequence(const AttnParams& p, int batch)
-      : seq(seq_info(p.side_q, p.side_k, batch)),
-        mask{seq.seqlen_q, seq.seqlen_k, p.window_left, p.window_right, seq.first_k},
-        blocks(blocks_of(mask.keys_of({0, seq.seqlen_q}), kBlockN)),
-        tiles(ceil_div(seq.seqlen_q * p.group(), kRows)) {}
+  __device__ __forceinline__ SplitSequence(const AttnParams& p, int batch) {
+    const SeqInfo seq = seq_info(p.side_q, p.side_k, batch);
+    const Mask mask = {seq.seqlen_q, seq.seqlen_k, p.window_left, p.window_right, seq.first_k};
+    blocks = blocks_of(mask.keys_of({0, seq.seqlen_q}), kBlockN);
+    tiles = ceil_div(seq.seqlen_q * p.group(), kRows);
+  }
 
-  // An item without keys still has its rows to write.
-  __device__ __forceinline__ int units_of_item() const { return max_of(blocks.size(), 1); }
-  __device__ __forceinline__ int64_t units(const AttnParams& p) const {
-    return static_cast<int64_t>(units_of_item()) * tiles * p.num_heads_k;
+  // A run without keys still has its rows to write; one without rows has nothing.
+  __device__ __forceinline__ unsigned units_of_run() const {
+    return tiles == 0 ? 0u : static_cast<unsigned>(max_of(blocks.size(), 1));
+  }
+};
+
+// The cut of all units into pieces: the first ones have one more. 32-bit throughout, for divisions
+// of 64 bits cost a block of a short call more than its copies; the host checks that units fit.
+struct Pieces {
+  unsigned count;  // never more than units: no piece is empty
+  unsigned each, longer;
+
+  __device__ __forceinline__ Pieces(unsigned units, int teams)
+      : count(min_of(units, static_cast<unsigned>(teams))),
+        each(count ? units / count : 0),
+        longer(count ? units % count : 0) {}
+
+  __device__ __forceinline__ unsigned begin(unsigned piece) const {
+    return piece * each + min_of(piece, longer);
+  }
+  __device__ __forceinline__ unsigned piece_of(unsigned unit) const {
+    const unsigned in_longer = longer * (each + 1);
+    return unit < in_longer ? unit / (each + 1) : longer + (unit - in_longer) / each;
   }
 };
 
@@ -78,46 +104,49 @@ class SplitIndex {
 
  public:
   struct Storage {
-    int64_t warp_sum[kWarps];
-    int64_t first[2];  // units before the sequence that was found
-    int batch[2];
+    unsigned warp_sum[kWarps];
+    unsigned first;  // units before the sequence that was found
+    int batch;
   };
 
-  __device__ __forceinline__ SplitIndex(const AttnParams& params, Storage& storage)
-      : p(params), smem(storage) {
+  __device__ __forceinline__ SplitIndex(const AttnParams& params, const SplitGrid& grid,
+                                        Storage& storage)
+      : p(params), smem(storage), bands_(static_cast<unsigned>(p.num_heads_k / grid.band)) {
     is_uniform_ = !p.side_q.cu_seqlens && !p.side_q.seqused && !p.side_k.cu_seqlens &&
                   !p.side_k.seqused && !p.side_k.leftpad;
     if (is_uniform_) {
-      sum_ = p.batch > 0 ? Sequence(p, 0).units(p) : 0;
-      total_ = sum_ * p.batch;
+      sum_ = p.batch > 0 ? units_of(0) : 0;
+      total_ = sum_ * static_cast<unsigned>(p.batch);
       return;
     }
     chunk_ = ceil_div(p.batch, kThreads);
     sum_ = 0;
-    for (int b = chunk_begin(); b < chunk_end(); ++b) sum_ += Sequence(p, b).units(p);
+    for (int b = chunk_begin(); b < chunk_end(); ++b) sum_ += units_of(b);
     before_ = scan(sum_);
   }
 
-  __device__ __forceinline__ int64_t total() const { return total_; }
+  __device__ __forceinline__ unsigned total() const { return total_; }
+  __device__ __forceinline__ unsigned units_of(int batch) const {
+    return Sequence(p, batch).units_of_run() * bands_;
+  }
 
-  // The sequence that holds `unit` < total(), and the units before that sequence. `slot` 0 or 1
-  // keeps two searches apart.
-  __device__ __forceinline__ void find(int64_t unit, int slot, int& batch, int64_t& first) {
+  // The sequence that holds `unit` < total(), and the units before that sequence.
+  __device__ __forceinline__ void find(unsigned unit, int& batch, unsigned& first) {
     if (is_uniform_) {
       batch = static_cast<int>(unit / sum_);
-      first = batch * sum_;
+      first = static_cast<unsigned>(batch) * sum_;
       return;
     }
     if (unit >= before_ && unit < before_ + sum_) {
-      int64_t at = before_;
+      unsigned at = before_;
       int b = chunk_begin();
-      for (int64_t n; unit >= at + (n = Sequence(p, b).units(p)); ++b) at += n;
-      smem.batch[slot] = b;
-      smem.first[slot] = at;
+      for (unsigned n; unit >= at + (n = units_of(b)); ++b) at += n;
+      smem.batch = b;
+      smem.first = at;
     }
     __syncthreads();
-    batch = smem.batch[slot];
-    first = smem.first[slot];
+    batch = smem.batch;
+    first = smem.first;
   }
 
  private:
@@ -129,11 +158,11 @@ class SplitIndex {
   }
 
   // The sum over the threads before this one; total_ becomes that over all.
-  __device__ __forceinline__ int64_t scan(int64_t x) {
-    const int64_t inclusive = scan_warp(x);
+  __device__ __forceinline__ unsigned scan(unsigned x) {
+    const unsigned inclusive = scan_warp(x);
     if (lane_id() == kWarpSize - 1) smem.warp_sum[warp_id()] = inclusive;
     __syncthreads();
-    int64_t before = inclusive - x;
+    unsigned before = inclusive - x;
     total_ = 0;
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) {
@@ -146,13 +175,9 @@ class SplitIndex {
   const AttnParams& p;
   Storage& smem;
   bool is_uniform_;
+  unsigned bands_;
   int chunk_ = 0;
-  int64_t sum_ = 0, before_ = 0, total_ = 0;
+  unsigned sum_ = 0, before_ = 0, total_ = 0;
 };
-
-// The unit at which block c's piece begins.
-__device__ __forceinline__ int64_t piece_begin(int64_t total, int blocks, int c) {
-  return total / blocks * c + total % blocks * c / blocks;
-}
 
 }  // namespace flash::cuda
