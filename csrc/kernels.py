@@ -77,20 +77,10 @@ GPU_SMEM_KB = {
 EXACT_ARCHS = ("sm87", "sm90")  # machine code of these runs on no other
 BUILT_ARCHS = ("cpu", *GPU_SMEM_KB)
 
-NO_GPU_BACKWARD = "the backward has no GPU kernels yet; call it on CPU tensors"
 
 # (architecture, feature) -> why no kernel has it; shown by the error message.
 SKIP = {
-    **{
-        (arch, feature): reason
-        for arch in GPU_SMEM_KB
-        for feature, reason in {
-            "dlse": NO_GPU_BACKWARD,
-            "dbias": NO_GPU_BACKWARD,
-            "dalibi_slopes": NO_GPU_BACKWARD,
-            "dsinks": NO_GPU_BACKWARD,
-        }.items()
-    },
+    **{(arch, feature): reason for arch in GPU_SMEM_KB for feature, reason in {}.items()},
 }
 
 # Instruction sets of the CPU kernels, best first: the first one that the processor has is used.
@@ -129,6 +119,7 @@ GPU_FEATURES = {
     "decode": COMMON | CACHE | {"sinks", "head_dim_v", "num_splits"},
     "fwd": COMMON | {"sinks", "dropout", "head_dim_v", "leftpad_k"},
     "fwd_paged": COMMON | CACHE | {"sinks", "dropout", "head_dim_v"},
+    "bwd": COMMON | {"sinks", "dropout", "head_dim_v", "dlse", "dbias", "dalibi_slopes", "dsinks"},
     "append": {"varlen", "head_dim_v", "page_table"},
     "rotary": {"varlen"},
 }
@@ -247,8 +238,8 @@ def gpu_kernels(arch: str, newest: bool) -> list[Kernel]:
 
     def kernel(kind: str, dtype: str, head_dim: int) -> Kernel:
         pass_, file = GPU_KINDS.get(kind, (kind, kind))
-        types = f"{DTYPES[dtype][1]}, {head_dim}, {smem}"
         plain = kind in GPU_ANY_HEAD_DIM
+        types = DTYPES[dtype][1] + ("" if plain else f", {head_dim}, {smem}")
         return Kernel(
             name=f"{arch}_{kind}_{dtype}_d{head_dim}",
             arch=arch,
@@ -262,8 +253,8 @@ def gpu_kernels(arch: str, newest: bool) -> list[Kernel]:
             suffix=".cu",
             prelude=f'#include "cuda/tile/{file}.cuh"\n#include "kernel_table.h"\n',
             runs=runs,
-            workspace=f"cuda::{kind}_workspace" + (f"<{types}>" if kind == "decode" else ""),
-            call=f"cuda::{kind}<{DTYPES[dtype][1] if plain else types}>",
+            workspace=f"cuda::{kind}_workspace<{types}>",
+            call=f"cuda::{kind}<{types}>",
             flags=gpu_flags(arch, newest),
         )
 

@@ -52,6 +52,9 @@ void append(const AppendParams& p, const Launch& launch) {
                "an append kernel", p);
 }
 
-inline size_t append_workspace(const AppendParams&) { return 0; }
+template <typename In>
+size_t append_workspace(const AppendParams&) {
+  return 0;
+}
 
 }  // namespace flash::cuda

@@ -16,54 +16,12 @@ __device__ __forceinline__ void copy_wait() {
   cp_async_wait<kPending>();
 }
 
-// Copies of (kRows, kDim) tiles of one head by kThreads threads. A thread owns one chunk column and
-// every kRowStep-th row. Where a row lies is Source's to say: at(i), a pointer to the thread's
-// chunk of row i, asked for rows of increasing number.
-template <int kDim, int kRows, int kThreads, typename Source>
-class TileCopy {
-  static constexpr int kChunks = SmemTile<kDim>::kChunks;
-  static constexpr int kSlots = kChunks <= 8 ? 8 : kChunks <= 16 ? 16 : 32;  // 96, 192: some idle
-  static constexpr int kRowStep = kThreads / kSlots;
-  static_assert(kRows % kRowStep == 0, "every thread copies the same number of rows");
-
- public:
-  // `dim` elements of a row exist; the rest of a tile row is zero.
-  __device__ __forceinline__ TileCopy(const AttnParams& p, const View& view, int batch,
-                                      int64_t offset, int head, int dim)
-      : bytes_(clamp_to(2 * dim - 16 * chunk(), 0, 16)),
-        source_(p, view, batch, offset, head, row(), bytes_ > 0 ? 16 * chunk() : 0) {}
-
-  // Rows [first, first + kRows) into `tile`. Rows outside `visible` are zero-filled and never read:
-  // 0 x NaN must not come into being.
-  __device__ __forceinline__ void issue(char* tile, int first, Range visible) const {
-    if (kChunks < kSlots && chunk() >= kChunks) return;
-    const bool all = first >= visible.begin && first + kRows <= visible.end;
-    const uint32_t target = smem_address(tile);
-    auto source = source_.from(first);
-#pragma unroll
-    for (int r = 0; r < kRows; r += kRowStep) {
-      const int at = first + row() + r;
-      const bool seen = all || (at >= visible.begin && at < visible.end);
-      cp_async_16(target + SmemTile<kDim>::offset(row() + r, chunk()), source.get(seen),
-                  seen ? bytes_ : 0);
-      source.advance(kRowStep);
-    }
-  }
-
- private:
-  static __device__ __forceinline__ int row() { return threadIdx.x / kSlots; }
-  static __device__ __forceinline__ int chunk() { return threadIdx.x % kSlots; }
-
-  int bytes_;  // of this thread's chunk that exist
-  Source source_;
-};
-
 // Rows one after the other: addresses are sums, not products. Both sources begin at row `row` of
 // the tile that from() is given, the thread's own.
 class RowSource {
  public:
-  __device__ __forceinline__ RowSource(const AttnParams&, const View& view, int batch,
-                                       int64_t offset, int head, int row, int byte)
+  __device__ __forceinline__ RowSource(const Pages&, const View& view, int batch, int64_t offset,
+                                       int head, int row, int byte)
       : row_bytes_(2 * view.row_stride),
         data_(static_cast<const char*>(view.data) + 2 * view.at(batch, offset + row, head) + byte) {
   }
@@ -86,9 +44,9 @@ class RowSource {
 // Rows in pages: one look-up a row, in the page table.
 class PageSource {
  public:
-  __device__ __forceinline__ PageSource(const AttnParams& p, const View& view, int batch, int64_t,
+  __device__ __forceinline__ PageSource(const Pages& pages, const View& view, int batch, int64_t,
                                         int head, int row, int byte)
-      : pages_(p.pages),
+      : pages_(pages),
         page_bytes_(2 * view.batch_stride),
         row_bytes_(2 * view.row_stride),
         batch_(batch),
@@ -119,10 +77,54 @@ class PageSource {
   const char* data_;
 };
 
-template <int kDim, int kRows, int kThreads>
-using RowCopy = TileCopy<kDim, kRows, kThreads, RowSource>;
-template <int kDim, int kRows, int kThreads>
-using PageCopy = TileCopy<kDim, kRows, kThreads, PageSource>;
+// Copies of (kRows, kDim) tiles of one head by kThreads threads. A thread owns one chunk column and
+// every kRowStep-th row. Where a row lies is Source's to say: at(i), a pointer to the thread's
+// chunk of row i, asked for rows of increasing number.
+template <int kDim, int kRows, int kThreads, typename Source = RowSource>
+class TileCopy {
+  static constexpr int kChunks = SmemTile<kDim>::kChunks;
+  static constexpr int kSlots = kChunks <= 8 ? 8 : kChunks <= 16 ? 16 : 32;  // 96, 192: some idle
+  static constexpr int kRowStep = kThreads / kSlots;
+  static_assert(kRows % kRowStep == 0, "every thread copies the same number of rows");
+
+ public:
+  // `dim` elements of a row exist; the rest of a tile row is zero.
+  __device__ __forceinline__ TileCopy(const View& view, int batch, int64_t offset, int head,
+                                      int dim, const Pages& pages = {})
+      : bytes_(clamp_to(2 * dim - 16 * chunk(), 0, 16)),
+        source_(pages, view, batch, offset, head, row(), bytes_ > 0 ? 16 * chunk() : 0) {}
+
+  // Rows [first, first + kRows) into `tile`. Rows outside `visible` are zero-filled and never read:
+  // 0 x NaN must not come into being.
+  __device__ __forceinline__ void issue(char* tile, int first, Range visible) const {
+    if (kChunks < kSlots && chunk() >= kChunks) return;
+    const bool all = first >= visible.begin && first + kRows <= visible.end;
+    const uint32_t target = smem_address(tile);
+    auto source = source_.from(first);
+#pragma unroll
+    for (int r = 0; r < kRows; r += kRowStep) {
+      const int at = first + row() + r;
+      const bool seen = all || (at >= visible.begin && at < visible.end);
+      cp_async_16(target + SmemTile<kDim>::offset(row() + r, chunk()), source.get(seen),
+                  seen ? bytes_ : 0);
+      source.advance(kRowStep);
+    }
+  }
+
+ private:
+  static __device__ __forceinline__ int row() { return threadIdx.x / kSlots; }
+  static __device__ __forceinline__ int chunk() { return threadIdx.x % kSlots; }
+
+  int bytes_;  // of this thread's chunk that exist
+  Source source_;
+};
+
+// kCount floats, one for every row of a tile; both addresses are multiples of 16 bytes.
+template <int kCount>
+__device__ __forceinline__ void copy_row_values(float* target, const float* source, int thread) {
+  if (thread >= 0 && thread < kCount / 4)
+    cp_async_16(smem_address(target + 4 * thread), source + 4 * thread, 16);
+}
 
 // Rows [row, row + count) of a tile to global rows `first`...; one warp's own rows.
 template <int kDim>

@@ -24,7 +24,7 @@
 #include <fragment.h>
 
 #include "combine.cuh"
-#include "fwd.cuh"
+#include "kinds.h"
 #include "online.cuh"
 #include "split.cuh"
 
@@ -452,9 +452,7 @@ template <typename Traits>
 void launch_decode(const FwdParams& p, const Launch& launch) {
   constexpr int kSmemBytes = sizeof(DecodeStorage<Traits>);
   const auto kernel = &decode_kernel<Traits, kSmemBytes>;
-  check(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
-                             cudaFuncAttributeMaxDynamicSharedMemorySize, kSmemBytes),
-        "the shared memory of a decode kernel");
+  allow_smem(reinterpret_cast<const void*>(kernel), kSmemBytes);
   const SplitGrid grid = decode_grid<typename Traits::Shape>(p, Traits::kRows);
   launch_early(kernel, dim3(grid_size(int64_t{grid.teams} * grid.team_size())), Traits::kThreads,
                kSmemBytes, launch.stream, "a decode kernel", p, grid);

@@ -18,6 +18,7 @@
 #include "../../params.h"
 
 #include "../launch.h"
+#include "kinds.h"
 
 #include <config.h>
 #include <copy.h>
@@ -26,11 +27,6 @@
 #include "online.cuh"
 
 namespace flash::cuda {
-
-// What changes registers or the loop, and so is compiled apart.
-enum class ScoreKind { kPlain, kModified };  // plain: the scaled product, nothing else
-enum class DropoutKind { kOff, kOn };
-enum class KeysKind { kRows, kPages };
 
 template <typename In_, int kDim_, int kSmemKB, ScoreKind kScore_, DropoutKind kDropout_,
           KeysKind kKeys_>
@@ -43,9 +39,8 @@ struct FwdTraits {
   static constexpr int kThreads = Shape::kWarps * kWarpSize;
   static constexpr ScoreKind kScore = kScore_;
   static constexpr DropoutKind kDropout = kDropout_;
-  using KeyCopy =
-      std::conditional_t<kKeys_ == KeysKind::kPages, PageCopy<kDim, Shape::kBlockN, kThreads>,
-                         RowCopy<kDim, Shape::kBlockN, kThreads>>;
+  using KeyCopy = TileCopy<kDim, Shape::kBlockN, kThreads,
+                           std::conditional_t<kKeys_ == KeysKind::kPages, PageSource, RowSource>>;
 };
 
 template <typename Traits>
@@ -112,8 +107,8 @@ class FwdBlock {
         rows(intersect(block_rows, {0, seq.seqlen_q})),
         seen(mask.keys_of(rows)),
         first_row(m_block * kBlockM + warp_id() * kWarpRows),
-        copy_k(p, p.k, batch, seq.offset_k, head / p.group(), p.head_dim),
-        copy_v(p, p.v, batch, seq.offset_k, head / p.group(), p.head_dim_v) {}
+        copy_k(p.k, batch, seq.offset_k, head / p.group(), p.head_dim, p.pages),
+        copy_v(p.v, batch, seq.offset_k, head / p.group(), p.head_dim_v, p.pages) {}
 
   // The schedule of a block.
   __device__ __forceinline__ void run() {
@@ -135,8 +130,8 @@ class FwdBlock {
 
  private:
   __device__ __forceinline__ void start(Range blocks) {
-    const RowCopy<kDim, kBlockM, Traits::kThreads> copy_q(p, p.q, batch, seq.offset_q, head,
-                                                          p.head_dim);
+    const TileCopy<kDim, kBlockM, Traits::kThreads> copy_q(p.q, batch, seq.offset_q, head,
+                                                           p.head_dim);
     copy_q.issue(smem.q, rows.begin, rows);
     if (!blocks.empty()) load_kv(blocks.end - 1);
     copy_commit();
@@ -274,9 +269,7 @@ void launch_fwd(const FwdParams& p, const Launch& launch) {
   using Shape = typename Traits::Shape;
   constexpr int kSmemBytes = sizeof(FwdStorage<Traits>);
   const auto kernel = &fwd_kernel<Traits, kSmemBytes>;
-  check(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
-                             cudaFuncAttributeMaxDynamicSharedMemorySize, kSmemBytes),
-        "the shared memory of a forward kernel");
+  allow_smem(reinterpret_cast<const void*>(kernel), kSmemBytes);
   const int64_t heads = static_cast<int64_t>(p.batch) * p.num_heads;
   const int m_blocks = ceil_div(p.side_q.longest(), Shape::kBlockM);
   const int64_t head_bytes =
@@ -287,11 +280,6 @@ void launch_fwd(const FwdParams& p, const Launch& launch) {
   kernel<<<grid_size(heads * m_blocks), Traits::kThreads, kSmemBytes,
            static_cast<cudaStream_t>(launch.stream)>>>(p, grid);
   check(cudaGetLastError(), "a forward kernel");
-}
-
-// Whether the score is the scaled product and nothing else.
-inline bool is_plain(const AttnParams& p) {
-  return p.softcap == 0 && !p.bias.data && !p.alibi_slopes.data && p.softmax_scale > 0;
 }
 
 template <typename In, int kDim, int kSmemKB, KeysKind kKeys>
@@ -325,7 +313,13 @@ void fwd_paged(const FwdParams& p, const Launch& launch) {
   fwd_over<In, kDim, kSmemKB, KeysKind::kPages>(p, launch);
 }
 
-inline size_t fwd_workspace(const FwdParams&) { return 0; }
-inline size_t fwd_paged_workspace(const FwdParams&) { return 0; }
+template <typename In, int kDim, int kSmemKB>
+size_t fwd_workspace(const FwdParams&) {
+  return 0;
+}
+template <typename In, int kDim, int kSmemKB>
+size_t fwd_paged_workspace(const FwdParams&) {
+  return 0;
+}
 
 }  // namespace flash::cuda

@@ -71,6 +71,9 @@ void rotary(const RotaryParams& p, const Launch& launch) {
                "a rotary kernel", p);
 }
 
-inline size_t rotary_workspace(const RotaryParams&) { return 0; }
+template <typename In>
+size_t rotary_workspace(const RotaryParams&) {
+  return 0;
+}
 
 }  // namespace flash::cuda
