@@ -33,7 +33,48 @@ struct SplitParts {
   }
 };
 
-// One row in the hands of a warp: a lane has kDim / 32 neighbouring elements.
+// kCount neighbouring floats that start at a multiple of their number, in the widest loads.
+template <int kCount>
+__device__ __forceinline__ void copy_floats(float (&to)[kCount], const float* from) {
+  constexpr int kWide = kCount % 4 == 0 ? 4 : kCount % 2 == 0 ? 2 : 1;
+  struct alignas(4 * kWide) Wide {
+    float x[kWide];
+  };
+#pragma unroll
+  for (int n = 0; n < kCount / kWide; ++n) {
+    const Wide wide = reinterpret_cast<const Wide*>(from)[n];
+#pragma unroll
+    for (int d = 0; d < kWide; ++d) to[n * kWide + d] = wide.x[d];
+  }
+}
+
+// A part of one row in the hands of a warp: a lane has kDim / 32 neighbouring elements.
+template <int kDim>
+struct RowPart {
+  static constexpr int kPerLane = kDim / kWarpSize;
+
+  float m, sum;
+  float o[kPerLane];
+
+  __device__ __forceinline__ void load(float part_max, float part_sum, const float* part_o) {
+    m = part_max;
+    sum = part_sum;
+    copy_floats(o, part_o + lane_id() * kPerLane);
+  }
+  // Row `at` of all slots' rows; one that is not there is a part that saw nothing.
+  __device__ __forceinline__ void load(const SplitParts<kDim>& parts, int64_t at, bool is_there) {
+    m = is_there ? parts.row_max[at] : -INFINITY;
+    sum = is_there ? parts.row_sum[at] : 0.f;
+    if (is_there) {
+      copy_floats(o, parts.o + at * kDim + lane_id() * kPerLane);
+      return;
+    }
+#pragma unroll
+    for (int d = 0; d < kPerLane; ++d) o[d] = 0.f;
+  }
+};
+
+// The row that parts are merged into, likewise.
 template <int kDim>
 struct MergedRow {
   static constexpr int kPerLane = kDim / kWarpSize;
@@ -49,13 +90,12 @@ struct MergedRow {
   }
   // Every part is seen before the first one is added.
   __device__ __forceinline__ void see(float part_max) { m = fmaxf(m, part_max); }
-  __device__ __forceinline__ void add(float part_max, float part_sum, float exp_scale,
-                                      const float* part_o) {
+  __device__ __forceinline__ void add(const RowPart<kDim>& part, float exp_scale) {
     // A part that saw nothing is all zeros, and NaN has reached sum and output alike.
-    const float weight = part_max == m ? 1.f : exp2_approx((part_max - m) * exp_scale);
-    sum += weight * part_sum;
+    const float weight = part.m == m ? 1.f : exp2_approx((part.m - m) * exp_scale);
+    sum += weight * part.sum;
 #pragma unroll
-    for (int d = 0; d < kPerLane; ++d) o[d] += weight * part_o[lane_id() * kPerLane + d];
+    for (int d = 0; d < kPerLane; ++d) o[d] += weight * part.o[d];
   }
   __device__ __forceinline__ void store(float* to) const {
 #pragma unroll
@@ -104,7 +144,8 @@ struct PartsOfRun {
   }
 };
 
-constexpr int kCombineWarps = 4;
+constexpr int kCombineWarps = 8;
+constexpr int kCombineAhead = 4;  // parts a warp reads before it knows the largest maximum
 
 template <typename In, int kDim, int kRows, int kBlockN>
 class CombineBlock {
@@ -116,7 +157,7 @@ class CombineBlock {
   struct Storage {
     typename Index::Storage index;
     float sum[kCombineWarps];
-    float o[kCombineWarps][kDim];
+    alignas(16) float o[kCombineWarps][kDim];
   };
 
   __device__ __forceinline__ CombineBlock(const FwdParams& params, const SplitGrid& grid_,
@@ -134,15 +175,24 @@ class CombineBlock {
     const SplitParts<kDim> parts(p.workspace, grid.num_slots(), kRows);
     const float exp_scale = plain ? static_cast<float>(p.softmax_scale) * kLog2e : kLog2e;
 
+    // All that a warp reads of a usual number of parts is under way at once.
+    RowPart<kDim> ahead[kCombineAhead];
+#pragma unroll
+    for (int n = 0; n < kCombineAhead; ++n) {
+      const int part = warp_id() + n * kCombineWarps;
+      ahead[n].load(parts, run.slot(part) * kRows + row, part < run.count);
+    }
     MergedRow<kDim> mine;
     mine.start();
     for (int part = lane_id(); part < run.count; part += kWarpSize)
       mine.see(parts.row_max[run.slot(part) * kRows + row]);
     mine.m = warp_max(mine.m);
-#pragma unroll 4
-    for (int part = warp_id(); part < run.count; part += kCombineWarps) {
-      const int64_t at = run.slot(part) * kRows + row;
-      mine.add(parts.row_max[at], parts.row_sum[at], exp_scale, parts.o + at * kDim);
+#pragma unroll
+    for (int n = 0; n < kCombineAhead; ++n) mine.add(ahead[n], exp_scale);
+    for (int part = warp_id() + kCombineAhead * kCombineWarps; part < run.count;
+         part += kCombineWarps) {
+      ahead[0].load(parts, run.slot(part) * kRows + row, true);
+      mine.add(ahead[0], exp_scale);
     }
     if (lane_id() == 0) smem.sum[warp_id()] = mine.sum;
     mine.store(smem.o[warp_id()]);
@@ -152,7 +202,11 @@ class CombineBlock {
     whole.start();
     whole.m = mine.m;
 #pragma unroll
-    for (int w = 0; w < kCombineWarps; ++w) whole.add(mine.m, smem.sum[w], exp_scale, smem.o[w]);
+    for (int w = 0; w < kCombineWarps; ++w) {
+      RowPart<kDim> part;
+      part.load(mine.m, smem.sum[w], smem.o[w]);
+      whole.add(part, exp_scale);
+    }
     write_row<In, kDim>(p, run.batch, run.head_k * p.group() + r % p.group(), seq, r / p.group(),
                         plain, whole);
   }

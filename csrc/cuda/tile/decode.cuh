@@ -341,10 +341,10 @@ class DecodeBlock {
 
   // The warps' rows into shared memory, merged from there: to the output, or to a slot.
   __device__ __forceinline__ void finish(const Segment& segment) {
-    __syncthreads();  // everybody has left Q
-    typename Storage::Warp& mine = smem.warp[warp_id()];
-    acc_o.for_each(
-        [&](float o, int slot, int col) { mine.o[AccO::row(slot) * Storage::kOStride + col] = o; });
+    typename Storage::Warp& mine = smem.warp[warp_id()];  // its ring is empty
+    acc_o.for_each([&](float o, int slot, int col) {
+      if (AccO::row(slot) < num_rows) mine.o[AccO::row(slot) * Storage::kOStride + col] = o;
+    });
 #pragma unroll
     for (int slot = 0; slot < kSlots; ++slot) {
       const float sum = online.total(slot);
@@ -363,9 +363,12 @@ class DecodeBlock {
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) merged.see(smem.row_max[w][row]);
 #pragma unroll
-    for (int w = 0; w < kWarps; ++w)
-      merged.add(smem.row_max[w][row], smem.row_sum[w][row], online.exp_scale,
-                 smem.warp[w].o + row * Storage::kOStride);
+    for (int w = 0; w < kWarps; ++w) {
+      RowPart<kDim> part;
+      part.load(smem.row_max[w][row], smem.row_sum[w][row],
+                smem.warp[w].o + row * Storage::kOStride);
+      merged.add(part, online.exp_scale);
+    }
     if (segment.slot >= 0) {
       merged.store(SplitParts<kDim>(p.workspace, grid.num_slots(), kRows), segment.slot, row);
       return;
