@@ -156,6 +156,8 @@ class BwdBlock {
   static constexpr bool kShares = kDimParts > 1;
   static constexpr bool kOneBarrier = Shape::kStages == 3;
   static constexpr int kAhead = kOneBarrier ? 2 : 1;  // steps whose copies are under way
+  // Unrolled, modified scores of several sub-tiles would be in registers at once.
+  static constexpr int kSubUnroll = Traits::kPlain && !Traits::kDropout ? kBlockM / kSubM : 1;
   static constexpr int kDqRows = kBlockM / Shape::kDqRowParts;
   static constexpr int kDqCols = kDim / Shape::kDqColParts;
   using AccS = Accumulator<kWarpKeys, kSubM>;
@@ -264,7 +266,7 @@ class BwdBlock {
       store_columns<In, kBlockM>(prob, shared.p, first_row(), dim_part() * kSubM);
       store_columns<In, kBlockM>(dscore, shared.ds, first_row(), dim_part() * kSubM);
     } else {
-#pragma unroll
+#pragma unroll(kSubUnroll)
       for (int sub = 0; sub < kBlockM / kSubM; ++sub) {
         AccS prob, dscore;
         scores<kEdge>(prob, dscore, stage, block, m_block(at), sub);

@@ -171,7 +171,7 @@ struct BwdConfig<64, 99> {
 template <int kSmemKB>
 struct BwdConfig<96, kSmemKB> {
   using Shape = BwdShape<64, 128, 32, 32, 2, 4, 2, 1>;
-  using ModifiedShape = Shape;
+  using ModifiedShape = BwdShape<32, 64, 16, 32, 2, 2, 2, 2>;
 };
 template <>
 struct BwdConfig<96, 99> {
