@@ -88,6 +88,7 @@ from .interface import (  # noqa: E402
     flash_attn_varlen_qkvpacked_func,
 )
 from .padding import pad_input, unpad_input  # noqa: E402
+from .sdpa import route_sdpa, scaled_dot_product_attention  # noqa: E402
 
 __all__ = [
     "__version__",
@@ -104,5 +105,7 @@ __all__ = [
     "kernels",
     "merge",
     "pad_input",
+    "route_sdpa",
+    "scaled_dot_product_attention",
     "unpad_input",
 ]
