@@ -1,15 +1,13 @@
-"""One process of test_dtensor: `dtensor_worker.py RANK WORLD PORT`; fails where anything differs.
+"""Attention of DTensors against attention of the whole tensors, forward and backward; run by a test.
 
-Attention of DTensors, gathered, must equal attention of the whole tensors, forward and backward.
+Four ranks are threads of this process, with torch's own stand-in for a process group: a failure of
+one is raised here.
 """
 
-import os
-import sys
-
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+from torch.testing._internal.common_distributed import spawn_threads_and_init_comms
 
 import flash_ext
 import flash_ext.integrations.dtensor
@@ -65,17 +63,13 @@ def check(name, mesh_shape, placements, expected_placements, num_heads_k):
         torch.testing.assert_close(b.full_tensor(), a, msg=lambda m, i=i: f"{name}, {i}: {m}")
 
 
-def main():
-    rank, world, port = sys.argv[1:]
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    os.environ |= {"RANK": rank, "WORLD_SIZE": world}
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+@spawn_threads_and_init_comms(world_size=4)
+def check_all(_):
     for name, case in CASES.items():
         check(name, *case)
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
+    torch.set_num_threads(1)
+    check_all(None)
+    print(len(CASES), "cases agree")
