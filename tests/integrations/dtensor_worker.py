@@ -1,4 +1,4 @@
-"""Attention of DTensors against attention of the whole tensors, forward and backward; run by a test.
+"""Attention of DTensors against attention of whole tensors, forward and backward; run by a test.
 
 Four ranks are threads of this process, with torch's own stand-in for a process group: a failure of
 one is raised here.
