@@ -87,23 +87,23 @@ def attention(
     Lengths on the device are not read back; flash_ext.check_inputs does. Source: Dao et al.,
     FlashAttention (2022) and FlashAttention-2 (2023); ALiBi: Press et al. (2021).
     """
-    settings = (softmax_scale, causal, window, softcap, dropout_p, deterministic, num_splits)
-    lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table)
     if isinstance(q, Tensor) and q.is_nested:
-        given = [x for x in (*lengths, max_seqlen_q, max_seqlen_k) if x is not None]
-        if given:
-            raise ValueError(
-                "q is a nested tensor, which has its lengths; leave out cu_seqlens, seqused, "
-                "max_seqlen and page_table, or pass q.values()"
-            )
-        out, lse = nested.attention(q, k, v, bias, alibi_slopes, sinks, rng_state, *settings)
-    else:
-        out, lse = ops.call_attn(
-            operator_arguments(
-                *(q, k, v, bias, alibi_slopes, sinks, *lengths, rng_state),
-                *(max_seqlen_q, max_seqlen_k, *settings),
-            )
+        nested.refuse_lengths(
+            *(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table),
+            *(max_seqlen_q, max_seqlen_k),
         )
+        out, lse = nested.attention(
+            *(q, k, v, bias, alibi_slopes, sinks, rng_state, softmax_scale, causal, window),
+            *(softcap, dropout_p, deterministic, num_splits),
+        )
+        return (out, lse) if return_lse else out
+    out, lse = ops.call_attn(
+        operator_arguments(
+            *(q, k, v, bias, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k),
+            *(seqused_q, seqused_k, page_table, rng_state, max_seqlen_q, max_seqlen_k),
+            *(softmax_scale, causal, window, softcap, dropout_p, deterministic, num_splits),
+        )
+    )
     return (out, lse) if return_lse else out
 
 

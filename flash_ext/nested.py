@@ -23,6 +23,15 @@ def _jagged(name: str, x):
     return x
 
 
+def refuse_lengths(*given) -> None:
+    """ValueError when a length is given besides those that nested tensors have."""
+    if any(x is not None for x in given):
+        raise ValueError(
+            "q is a nested tensor, which has its lengths; leave out cu_seqlens, seqused, "
+            "max_seqlen, page_table and leftpad, or pass q.values()"
+        )
+
+
 def _lengths(x):
     """(cu_seqlens, seqused, max_seqlen) of a jagged tensor; seqused where rows have gaps."""
     seqused = x.lengths()

@@ -24,7 +24,33 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
 _BATCH, _HEADS = "batch", "heads"
-_NUM_TENSORS = 12
+_ROWS, _LSE = {_BATCH: 0, _HEADS: 2}, {_BATCH: 0, _HEADS: 1}
+
+# Where each tensor has its batch and its heads. A dimension of length 1 broadcasts.
+_DIMS = {
+    **dict.fromkeys(("q", "k", "v", "out", "dout"), _ROWS),
+    **dict.fromkeys(("lse", "dlse"), _LSE),
+    "bias": {_BATCH: 0, _HEADS: 1},
+    "alibi_slopes": {_BATCH: 0, _HEADS: 1},  # (heads,) too
+    "sinks": {_HEADS: 0},
+    **{name: {_BATCH: 0} for name in ("seqused_q", "seqused_k", "leftpad_k")},
+}
+# With one of these a place in the batch means more than itself: nothing is sharded.
+_WHOLE_BATCH = ("cu_seqlens_q", "cu_seqlens_k", "page_table", "rng_state")
+
+_attn_op = torch.ops.flash.attn.default
+_backward_op = torch.ops.flash.attn_backward.default
+_GRADIENTS = ("q", "k", "v", "bias", "alibi_slopes", "sinks")
+
+
+def _by_name(op, args, kwargs) -> dict:
+    """The arguments that are given, by name and in the schema's order."""
+    names = [a.name for a in op._schema.arguments]
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+def _is_tensor(x):
+    return hasattr(x, "placements")
 
 
 def _splits_whole_groups(num_heads_k: int, mesh) -> bool:
@@ -38,61 +64,37 @@ def _splits_whole_groups(num_heads_k: int, mesh) -> bool:
     return all(num_heads_k % n == 0 for n in products if n <= num_heads_k)
 
 
-def _rows(kind):
-    """The placement of a tensor (batch, seqlen, heads, dim): q, k, v, out."""
-    return Shard(0 if kind == _BATCH else 2)
-
-
-def _lse(kind):
-    """(batch, heads, seqlen)."""
-    return Shard(0 if kind == _BATCH else 1)
-
-
-def _broadcast(x, dims, kind):
-    """A tensor whose dimension for the kind is dims[kind], or that has none or a single one."""
+def _placement(name: str, shape, kind):
+    """Where a tensor lies when the call is sharded by kind; None: replicated."""
+    if kind is None:
+        return Replicate()
+    dims = {_HEADS: 0} if name == "alibi_slopes" and len(shape) == 1 else _DIMS.get(name, {})
     dim = dims.get(kind)
-    return Replicate() if dim is None or x.shape[dim] == 1 else Shard(dim)
+    return Replicate() if dim is None or shape[dim] == 1 else Shard(dim)
 
 
-def _inputs(tensors, kind):
-    """The placements of flash::attn's tensors."""
-    bias, slopes, *rest = tensors[3:]
-    slopes_dims = {_HEADS: 0} if slopes is not None and slopes.ndim == 1 else {_BATCH: 0, _HEADS: 1}
-    dims = [
-        *({_BATCH: 0, _HEADS: 1}, slopes_dims, {_HEADS: 0}),
-        *({}, {}, {_BATCH: 0}, {_BATCH: 0}, {}, {}),
-    ]
-    rest = (bias, slopes, *rest)
-    placed = (
-        None if x is None else _broadcast(x, d, kind) for x, d in zip(rest, dims, strict=True)
-    )
-    return [_rows(kind)] * 3 + list(placed)
-
-
-def _kinds(tensors):
+def _kinds(given):
     """By what this call may be sharded, besides being replicated."""
-    q, k, *_ = tensors
-    packed = (*tensors[6:8], *tensors[10:])
-    if q.ndim != 4 or any(x is not None for x in packed):
+    q, k = given["q"], given["k"]
+    if q.ndim != 4 or any(given.get(name) is not None for name in _WHOLE_BATCH):
         return []
-    heads = [_HEADS] if _splits_whole_groups(k.shape[2], q.mesh) else []
-    return [_BATCH, *heads]
+    return [_BATCH, *([_HEADS] if _splits_whole_groups(k.shape[2], q.mesh) else [])]
 
 
-def _replicated(tensors):
-    return [None if x is None else Replicate() for x in tensors]
-
-
-@register_sharding(torch.ops.flash.attn.default)
+@register_sharding(_attn_op)
 def _attn(*args, **kwargs):
-    tensors, scalars = args[:_NUM_TENSORS], args[_NUM_TENSORS:]
-    tensors = (*tensors, *[None] * (_NUM_TENSORS - len(tensors)))
-    given = min(len(args), _NUM_TENSORS)
-    rest = [None] * len(scalars)
-    rules = [([Replicate()] * 2, _replicated(tensors)[:given] + rest)]
-    for kind in _kinds(tensors):
-        rules.append(([_rows(kind), _lse(kind)], _inputs(tensors, kind)[:given] + rest))
-    return rules
+    given = _by_name(_attn_op, args, kwargs)
+    batch, seqlen, heads, *_ = (*given["q"].shape, 1)  # packed: only replicated
+    return [
+        (
+            [
+                _placement("out", (batch, seqlen, heads), kind),
+                _placement("lse", (batch, heads), kind),
+            ],
+            [_placement(n, x.shape, kind) if _is_tensor(x) else None for n, x in given.items()],
+        )
+        for kind in (None, *_kinds(given))
+    ]
 
 
 def _attn_backward(op, args, kwargs):
@@ -100,41 +102,29 @@ def _attn_backward(op, args, kwargs):
 
     A handler and not a rule: DTensor's rules have no results that may be None.
     """
-    dout, dlse, q, k, v, out, lse, *rest = args
-    tensors, scalars = (q, k, v, *rest[: _NUM_TENSORS - 3]), rest[_NUM_TENSORS - 3 :]
+    given = _by_name(op, args, kwargs)
+    out = given["out"]
     mesh = out.device_mesh
     kinds = [{0: _BATCH, 2: _HEADS}.get(getattr(p, "dim", None)) for p in out.placements]
+    placements, local = {}, {}
+    for name, x in given.items():
+        if _is_tensor(x):
+            placements[name] = [_placement(name, x.shape, kind) for kind in kinds]
+            x = x.redistribute(mesh, placements[name]).to_local()
+        local[name] = x
 
-    def along_mesh(place):
-        """One placement for each dimension of the mesh."""
-        return [Replicate() if kind is None else place(kind) for kind in kinds]
-
-    placements = [
-        None if x is None else along_mesh(lambda kind, i=i: _inputs(tensors, kind)[i])
-        for i, x in enumerate(tensors)
-    ]
-    row, of_lse = along_mesh(_rows), along_mesh(_lse)
-    wanted = [row, of_lse, *placements[:3], row, of_lse, *placements[3:]]
-    given = (dout, dlse, *tensors[:3], out, lse, *tensors[3:])
-    local = [
-        x.redistribute(mesh, p).to_local() if isinstance(x, DTensor) else x
-        for x, p in zip(given, wanted, strict=True)
-    ]
-    grads = op(*local, *scalars, **kwargs)
-
-    def distributed(grad, x, places):
+    def distributed(name, grad):
         # What was replicated along a sharded dimension is a sum over the devices.
         shared = [
             Partial() if kind is not None and p.is_replicate() else p
-            for kind, p in zip(kinds, places, strict=True)
+            for kind, p in zip(kinds, placements[name], strict=True)
         ]
-        stride = torch.empty(x.shape, device="meta").stride()
-        return DTensor.from_local(grad, mesh, shared, run_check=False, shape=x.shape, stride=stride)
+        shape = given[name].shape
+        stride = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(grad, mesh, shared, run_check=False, shape=shape, stride=stride)
 
-    return tuple(
-        None if grad is None else distributed(grad, x, places)
-        for grad, x, places in zip(grads, tensors, placements, strict=False)
-    )
+    grads = zip(_GRADIENTS, op(**local), strict=True)
+    return tuple(None if grad is None else distributed(name, grad) for name, grad in grads)
 
 
-DTensor._op_dispatcher._custom_op_handlers[torch.ops.flash.attn_backward.default] = _attn_backward
+DTensor._op_dispatcher._custom_op_handlers[_backward_op] = _attn_backward

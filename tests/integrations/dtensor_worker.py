@@ -38,16 +38,17 @@ def head_placements(placements, dim):
 def check(name, mesh_shape, placements, expected_placements, num_heads_k):
     mesh = init_device_mesh("cpu", mesh_shape)
     num_heads, batch = 2 * num_heads_k, 5 if name == "batch" else 4  # 5 over 4: uneven
-    shapes = [(batch, 6, num_heads, 8), (batch, 7, num_heads_k, 8), (batch, 7, num_heads_k, 4)]
+    rows = 1 if name == "heads" else 6
+    shapes = [(batch, rows, num_heads, 8), (batch, 7, num_heads_k, 8), (batch, 7, num_heads_k, 4)]
     whole = [randn(*shape, seed=i) for i, shape in enumerate(shapes)]
     whole += [
-        randn(1, num_heads, 6, 7, seed=3),
+        randn(1, num_heads, rows, 7, seed=3),
         randn(num_heads, seed=4).exp(),
         randn(num_heads, seed=5),
     ]
     laid = [placements] * 3 + [head_placements(placements, dim) for dim in (1, 0, 0)]
     parts = [distribute_tensor(x, mesh, p) for x, p in zip(whole, laid, strict=True)]
-    weights = randn(batch, 6, num_heads, 4, seed=6)
+    weights = randn(batch, rows, num_heads, 4, seed=6)
     results = []
     for tensors in (whole, parts):
         tensors = [x.requires_grad_() for x in tensors]
