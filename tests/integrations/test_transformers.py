@@ -92,8 +92,8 @@ def test_packed_sequences(name):
     assert_same_gradients(*({n: p.grad for n, p in m.named_parameters()} for m in (ours, eager)))
 
 
-def test_packed_sequences_that_begin_at_5():
-    """R095, and two rows."""
+def test_R095_packed_sequences_that_begin_at_5():
+    """In two rows."""
     ids = make_ids(2, sum(PACKED))
     positions = packed_position_ids(5).repeat(2, 1)
     inputs = {"input_ids": ids, "position_ids": positions, "use_cache": False}
