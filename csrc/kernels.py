@@ -75,7 +75,6 @@ EXACT_ARCHS = ("sm87", "sm90")  # machine code of these runs on no other
 BUILT_ARCHS = ("cpu", *GPU_SMEM_KB)
 
 PAGED = "paged keys are not built yet; gather the pages into contiguous k and v"
-NO_GPU_BACKWARD = "the backward has no GPU kernels yet; call it on CPU tensors"
 
 # (architecture, feature) -> why no kernel has it; shown by the error message.
 SKIP = {
@@ -86,10 +85,6 @@ SKIP = {
         for feature, reason in {
             "page_table": PAGED,
             "num_splits": "split keys are not built yet; leave num_splits at 0",
-            "dlse": NO_GPU_BACKWARD,
-            "dbias": NO_GPU_BACKWARD,
-            "dalibi_slopes": NO_GPU_BACKWARD,
-            "dsinks": NO_GPU_BACKWARD,
         }.items()
     },
 }
@@ -122,6 +117,7 @@ CPU_FEATURES = {
 # What the tile class (mma.sync) declares.
 GPU_FEATURES = {
     "fwd": COMMON | {"sinks", "dropout", "head_dim_v"},
+    "bwd": COMMON | {"sinks", "dropout", "head_dim_v", "dlse", "dbias", "dalibi_slopes", "dsinks"},
 }
 GPU_DTYPES = ("bf16", "fp16")
 GPU_HEAD_DIMS = (64, 96, 128, 192, 256)  # buckets; smaller dims are predicated in the kernel
@@ -237,7 +233,7 @@ def gpu_kernels(arch: str, newest: bool) -> list[Kernel]:
                 f"cuda::Runs::{'kExactly' if arch in EXACT_ARCHS else 'kSameMajor'}, "
                 f"cuda::Carries::{'kCodeAndPtx' if newest else 'kCode'})"
             ),
-            workspace=f"cuda::{pass_}_workspace",
+            workspace=f"cuda::{pass_}_workspace<{DTYPES[dtype][1]}, {head_dim}, {smem}>",
             call=f"cuda::{pass_}<{DTYPES[dtype][1]}, {head_dim}, {smem}>",
             flags=gpu_flags(arch, newest),
         )

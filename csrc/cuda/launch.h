@@ -20,6 +20,12 @@ inline void check(cudaError_t error, const char* what) {
                              " failed: " + cudaGetErrorString(error));
 }
 
+// Lets a kernel's blocks have more dynamic shared memory than the 48 KB that all may use.
+inline void allow_smem(const void* kernel, int bytes) {
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
+        "the shared memory of a kernel");
+}
+
 // Blocks of a one-dimensional grid.
 inline unsigned grid_size(int64_t blocks) {
   constexpr int64_t kMost = 2147483647;

@@ -59,6 +59,13 @@ class TileCopy {
   const char* source_;
 };
 
+// kCount floats, one for every row of a tile; both addresses are multiples of 16 bytes.
+template <int kCount>
+__device__ __forceinline__ void copy_row_values(float* target, const float* source, int thread) {
+  if (thread >= 0 && thread < kCount / 4)
+    cp_async_16(smem_address(target + 4 * thread), source + 4 * thread, 16);
+}
+
 // Rows [row, row + count) of a tile to global rows `first`...; one warp's own rows.
 template <int kDim>
 __device__ __forceinline__ void copy_out(char* data, int64_t row_bytes, int dim, bool aligned,

@@ -18,16 +18,13 @@
 #include "../../params.h"
 
 #include "../launch.h"
+#include "kinds.h"
 
 #include <config.h>
 #include <copy.h>
 #include <fragment.h>
 
 namespace flash::cuda {
-
-// What changes registers or the loop, and so is compiled apart.
-enum class ScoreKind { kPlain, kModified };  // plain: the scaled product, nothing else
-enum class DropoutKind { kOff, kOn };
 
 template <typename In_, int kDim_, int kSmemKB, ScoreKind kScore_, DropoutKind kDropout_>
 struct FwdTraits {
@@ -352,9 +349,7 @@ void launch_fwd(const FwdParams& p, const Launch& launch) {
   using Shape = typename Traits::Shape;
   constexpr int kSmemBytes = sizeof(FwdStorage<Traits>);
   const auto kernel = &fwd_kernel<Traits, kSmemBytes>;
-  check(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
-                             cudaFuncAttributeMaxDynamicSharedMemorySize, kSmemBytes),
-        "the shared memory of a forward kernel");
+  allow_smem(reinterpret_cast<const void*>(kernel), kSmemBytes);
   const int64_t heads = static_cast<int64_t>(p.batch) * p.num_heads;
   const int m_blocks = ceil_div(p.side_q.longest(), Shape::kBlockM);
   const int64_t head_bytes =
@@ -387,6 +382,9 @@ void fwd(const FwdParams& p, const Launch& launch) {
     with_score(Constant<ScoreKind::kModified>{});
 }
 
-inline size_t fwd_workspace(const FwdParams&) { return 0; }
+template <typename In, int kDim, int kSmemKB>
+size_t fwd_workspace(const FwdParams&) {
+  return 0;
+}
 
 }  // namespace flash::cuda
