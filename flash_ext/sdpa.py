@@ -164,8 +164,9 @@ def _unserved(device, dtype, head_dim, head_dim_v, grouped, mask_dtype, passes) 
     try:
         for is_backward in (False, True)[: 1 + backward]:
             text = explain(q, k, v, bias, **options, backward=is_backward)
-            if "serves: " not in text:
-                return "no kernel: " + text.splitlines()[0]
+            required, serves, *_ = text.splitlines()
+            if serves == "serves: no kernel":
+                return f"no kernel; {required}"
     except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         return str(error).splitlines()[0]
     if mask_gradient and not any(
@@ -173,14 +174,17 @@ def _unserved(device, dtype, head_dim, head_dim_v, grouped, mask_dtype, passes) 
         for row in kernels()
         if (row["arch"] == "cpu") == (torch.device(device).type == "cpu")
     ):
-        return "no kernel: backward, dbias"
+        return "no kernel; required: backward, dbias"
     return ""
 
 
-@torch.compiler.assume_constant_result
 def _unserved_constant(*args) -> str:
     """The same for a compiler, which asks while it traces and keeps the answer."""
     return _unserved(*args)
+
+
+# All that torch.compiler.assume_constant_result does but for importing torch._dynamo: 800 modules.
+_unserved_constant._dynamo_marked_constant = True
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)

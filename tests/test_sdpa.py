@@ -9,6 +9,9 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, bias, sdpa_kernel
 
 import flash_ext
+from flash_ext import sdpa
+
+SERVED = "required: forward\nserves: a_kernel\nnot another: reason"
 
 
 def randn(*shape, seed=0, dtype=torch.float64, grad=True):
@@ -181,6 +184,26 @@ def test_other_calls_stay_with_torch(make, reason):
     assert reason in next(iter(routing.left))
     if out is not None and not out.is_meta:
         torch.testing.assert_close(out, F.scaled_dot_product_attention(*tensors))
+
+
+def test_what_no_kernel_serves_stays_with_torch(monkeypatch):
+    """Here is no such call: on a GPU fp32, say."""
+    text = "required: backward, float32, head_dim 8\nserves: no kernel\nnot x: is for bfloat16"
+    monkeypatch.setattr(sdpa, "explain", lambda *args, backward, **kw: text if backward else SERVED)
+    sdpa._unserved.cache_clear()
+    with flash_ext.route_sdpa() as routing:
+        F.scaled_dot_product_attention(*qkv())
+        with torch.no_grad():
+            F.scaled_dot_product_attention(*qkv())
+    sdpa._unserved.cache_clear()
+    assert routing.served == 1
+    assert routing.left == {"no kernel; required: backward, float32, head_dim 8": 1}
+
+
+def test_a_served_call_is_explained_as_sdpa_reads_it():
+    q = torch.empty(1, 1, 1, 8)
+    lines = flash_ext.explain(q, q, q).splitlines()
+    assert lines[0].startswith("required: forward") and lines[1].startswith("serves: cpu_")
 
 
 def test_mask_with_is_causal_is_torchs_affair():

@@ -26,10 +26,21 @@ def has_backward():
     return bool(gpu_util.rows("backward"))
 
 
-def assert_no_worse(ours, peer, exact, what=""):
+def assert_no_worse(ours, peer, exact):
     """Our RMS error is at most 1.5 times the peer's in the same dtype, and a rounding."""
-    limit = 1.5 * rms(peer.float() - exact) + 1e-3 * rms(exact)
-    assert rms(ours.float() - exact) <= limit, what
+    assert rms(ours.float() - exact) <= 1.5 * rms(peer.float() - exact) + 1e-3 * rms(exact)
+
+
+def gradient_error(grads, exact):
+    """Relative RMS error over all parameters; one alone may be lucky.
+
+    The bias of a key projection has gradient 0 but for rounding, and is left out.
+    """
+    largest = max(map(rms, exact.values()))
+    errors = [
+        rms(grads[n].float() - x) / rms(x) for n, x in exact.items() if rms(x) > 1e-4 * largest
+    ]
+    return rms(torch.tensor(errors))
 
 
 @pytest.mark.parametrize("padding", ["none", "left"])
@@ -51,10 +62,9 @@ def test_models(name, padding):
     (exact, exact_grads), (eager, eager_grads), (ours, grads) = results
     assert_no_worse(ours, eager, exact)
     assert grads.keys() == eager_grads.keys()
-    for key, x in exact_grads.items():
-        # The bias of a key projection has gradient 0 but for rounding.
-        if rms(x) > 1e-4 * max(map(rms, exact_grads.values())):
-            assert_no_worse(grads[key], eager_grads[key], x, key)
+    if grads:
+        ours, peer = (gradient_error(x, exact_grads) for x in (grads, eager_grads))
+        assert ours <= 1.3 * peer
 
 
 @pytest.mark.parametrize("name", hf_models.DECODERS)
@@ -95,7 +105,7 @@ def test_sdpa_is_top_left(rows, keys):
 
 
 @pytest.mark.parametrize(
-    "dtype,dim,served", [(torch.bfloat16, 64, 1), (torch.float32, 64, 0), (torch.float16, 320, 0)]
+    "dtype,dim,served", [(torch.bfloat16, 64, 1), (torch.float32, 64, 0), (torch.bfloat16, 320, 0)]
 )
 def test_routing_serves_what_kernels_declare(dtype, dim, served):
     q = gpu_util.randn(1, 2, 70, dim, dtype=dtype)
@@ -111,8 +121,8 @@ def test_routing_serves_what_kernels_declare(dtype, dim, served):
 
 def test_routed_under_autocast():
     q = gpu_util.randn(1, 2, 70, 64, dtype=torch.float32)
-    with flash_ext.route_sdpa() as routing, torch.no_grad(), torch.autocast("cuda", torch.float16):
-        assert F.scaled_dot_product_attention(q, q, q).dtype == torch.float16
+    with flash_ext.route_sdpa() as routing, torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
+        assert F.scaled_dot_product_attention(q, q, q).dtype == torch.bfloat16
     assert routing.served == 1
 
 
