@@ -6,13 +6,9 @@ mask, scale or sink shows.
 
 import copy
 import functools
-import os
-from pathlib import Path
 
 import torch
 import transformers as hf
-
-import flash_ext
 
 VOCABULARY = 40
 PAD = 0
@@ -155,9 +151,3 @@ def outputs_and_gradients(model, inputs, counts):
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     grads = torch.autograd.grad((x * weights).sum(), [p for _, p in named], allow_unused=True)
     return x.detach(), {n: g for (n, _), g in zip(named, grads, strict=True) if g is not None}
-
-
-def environment():
-    """For a process that finds this flash_ext."""
-    root = str(Path(flash_ext.__file__).parents[1])
-    return os.environ | {"PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}

@@ -1,12 +1,12 @@
 """The documentation says what is so: its Python blocks run, its links lead somewhere."""
 
-import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import util
 
 import flash_ext
 
@@ -27,10 +27,11 @@ def test_blocks_run(page):
     assert blocks
     if page == "migration.md":
         pytest.importorskip("transformers")
-    root = str(Path(flash_ext.__file__).parents[1])
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
     run = subprocess.run(
-        [sys.executable, "-c", "\n".join(blocks)], env=env, capture_output=True, text=True
+        [sys.executable, "-c", "\n".join(blocks)],
+        env=util.environment(),
+        capture_output=True,
+        text=True,
     )
     assert run.returncode == 0, run.stderr[-3000:]
 

@@ -7,7 +7,7 @@ memory; any other function becomes the (batch, 1, q_length, kv_length) bool tens
 describes, which is exact too.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ _REMAPPED = (  # there since 5.18: before, positions in the whole row did, one m
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Mask:
     """Which keys a row sees, without a tensor of rows × keys.
 
@@ -42,6 +42,17 @@ class Mask:
     max_seqlen: int | None = None
 
     ndim = 4
+
+    def to(self, device, non_blocking=False):
+        """The same mask elsewhere; Accelerate moves the inputs of a layer to its device by it."""
+        if isinstance(device, torch.dtype):
+            return self.dtype  # the error below
+        moved = {
+            f.name: getattr(self, f.name).to(device, non_blocking=non_blocking)
+            for f in fields(self)
+            if isinstance(getattr(self, f.name), Tensor)
+        }
+        return replace(self, **moved)
 
     def __getattr__(self, name):
         raise AttributeError(

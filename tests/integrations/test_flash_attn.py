@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hf_models import environment
+from util import environment
 
 import flash_ext
 from flash_ext.integrations import _flash_attn_rotary as rotary

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 import util
-from hf_models import environment
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -191,6 +190,8 @@ def test_dtensor():
     """In a process of its own, whose threads stand for ranks; dtensor_worker.py has the cases."""
     worker = Path(__file__).with_name("dtensor_worker.py")
     command = [sys.executable, str(worker)]
-    run = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=240)
+    run = subprocess.run(
+        command, env=util.environment(), capture_output=True, text=True, timeout=240
+    )
     assert run.returncode == 0, run.stderr[-3000:]
     assert "7 cases agree" in run.stdout

@@ -4,15 +4,23 @@ import inspect
 import subprocess
 import sys
 
-import hf_models
 import pytest
 import torch
-from hf_models import DECODERS, ENCODER_DECODERS, MODELS, make_ids, make_inputs, make_pair
+import util
 
 import flash_ext
 
 transformers = pytest.importorskip("transformers")
 integration = pytest.importorskip("flash_ext.integrations.transformers")
+import hf_models  # noqa: E402  (needs transformers)
+from hf_models import (  # noqa: E402
+    DECODERS,
+    ENCODER_DECODERS,
+    MODELS,
+    make_ids,
+    make_inputs,
+    make_pair,
+)
 
 # The name of a model's argument for its cache, which changed in 5.x.
 CACHE = (
@@ -415,6 +423,14 @@ def test_mask_tells_a_model_that_works_on_it():
         mask.expand(1)
 
 
+def test_mask_moves_to_another_device():
+    mask = integration.make_mask(2, 5, 5, attention_mask=torch.tensor([[False] + [True] * 4] * 2))
+    moved = mask.to("meta", non_blocking=True)
+    assert moved.key_mask.is_meta and (moved.causal, moved.shape) == (True, mask.shape)
+    with pytest.raises(AttributeError, match="no 'dtype'"):
+        mask.to(torch.float32)
+
+
 def test_implementation_can_be_set_later():
     model = hf_models.make_model("gpt_oss", "eager")
     model.set_attn_implementation("flash_ext")
@@ -541,7 +557,7 @@ def test_a_tensor_is_made_where_the_caller_needs_one(causal):
 
 def test_flash_ext_does_not_import_transformers():
     code = "import sys, flash_ext; sys.exit('transformers' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, env=hf_models.environment())
+    subprocess.run([sys.executable, "-c", code], check=True, env=util.environment())
 
 
 def test_importing_twice_registers_once():
