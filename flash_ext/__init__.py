@@ -89,6 +89,7 @@ from .interface import (  # noqa: E402
 )
 from .kvcache import apply_rotary_emb, flash_attn_with_kvcache  # noqa: E402
 from .padding import pad_input, unpad_input  # noqa: E402
+from .sdpa import route_sdpa, scaled_dot_product_attention  # noqa: E402
 
 __all__ = [
     "__version__",
@@ -107,5 +108,7 @@ __all__ = [
     "kernels",
     "merge",
     "pad_input",
+    "route_sdpa",
+    "scaled_dot_product_attention",
     "unpad_input",
 ]

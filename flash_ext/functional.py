@@ -9,7 +9,7 @@ import json
 import torch
 from torch import Tensor
 
-from . import ops
+from . import nested, ops
 from .arguments import as_float, check_probs_size, operator_arguments, probs_arguments, type_error
 
 
@@ -43,7 +43,8 @@ def attention(
 
     Args:
         q: (batch, seqlen_q, num_heads, head_dim); packed (total_q, num_heads, head_dim).
-            transpose(1, 2) SDPA's (batch, heads, seqlen, head_dim).
+            transpose(1, 2) SDPA's (batch, heads, seqlen, head_dim). With q, k and v jagged nested
+            tensors (batch, seqlen, num_heads, head_dim), out is one too.
         k: (batch, seqlen_k, num_heads_k, head_dim); packed (total_k, num_heads_k, head_dim).
             num_heads is a multiple of num_heads_k, and query head h reads key head
             h // (num_heads // num_heads_k).
@@ -90,6 +91,16 @@ def attention(
     Lengths on the device are not read back; flash_ext.check_inputs does. Source: Dao et al.,
     FlashAttention (2022) and FlashAttention-2 (2023); ALiBi: Press et al. (2021).
     """
+    if isinstance(q, Tensor) and q.is_nested:
+        nested.refuse_lengths(
+            *(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table),
+            *(max_seqlen_q, max_seqlen_k),
+        )
+        out, lse = nested.attention(
+            *(q, k, v, bias, alibi_slopes, sinks, rng_state, softmax_scale, causal, window),
+            *(softcap, dropout_p, deterministic, num_splits),
+        )
+        return (out, lse) if return_lse else out
     out, lse = ops.call_attn(
         operator_arguments(
             *(q, k, v, bias, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k),

@@ -106,7 +106,8 @@ def untouched(shape, strides, dtype):
 
 def test_the_table_names_the_tests():
     here = Path(__file__).parent
-    sources = "".join(path.read_text() for path in here.glob("test_known_inputs*.py"))
+    files = (*here.glob("test_known_inputs*.py"), *here.glob("integrations/test_*.py"))
+    sources = "".join(path.read_text() for path in files)
     rows = (here / "known_inputs.md").read_text().splitlines()
     named = set()
     for number, _, _, tests in (row.split("|")[1:-1] for row in rows if row.startswith("| R")):
