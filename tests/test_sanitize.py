@@ -113,7 +113,7 @@ RUNS += [("fp32_generic", "thread")]
 
 @pytest.mark.parametrize("kernels, sanitizers", RUNS)
 def test_cpu_kernels_are_clean(kernels, sanitizers, tmp_path):
-    """Forward, backward and probabilities over edges, features and lengths out of range."""
+    """Forward, backward, probabilities and appends: edges, features, lengths out of range."""
     flags = [f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all"]
     skip_without_runtime(flags, tmp_path)
     status, output = run([build(kernels, flags, tmp_path)], timeout=300)
