@@ -388,7 +388,7 @@ def test_position_ids_changed_in_place():
 
 def test_refusals():
     q, k, v = make_qkv()
-    with pytest.raises(NotImplementedError, match=r"block_table .* paged caches"):
+    with pytest.raises(NotImplementedError, match=r"block_table .* block tables"):
         attend(q, k, v, None, block_table=torch.zeros(2, 1))
     from torch.nn.attention.flex_attention import create_block_mask
 
