@@ -76,13 +76,15 @@ def _packed_by_position_ids(position_ids, query, key):
     if torch.compiler.is_compiling():
         ids = starts.cumsum(0)
         return (ids[:, None] == ids)[None, None], None
+    # A tensor of inference mode has no version; it is the model's own and stays as it is.
+    version = None if position_ids.is_inference() else position_ids._version
     known = getattr(position_ids, "_flash_ext_packed", None)
-    if known is None or known[0] != position_ids._version:
+    if known is None or known[0] != version:
         lengths = None
         if int(starts.sum()) > 1:
             cu_seqlens, max_seqlen = packed_lengths(starts)
             lengths = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
-        known = position_ids._flash_ext_packed = (position_ids._version, lengths)
+        known = position_ids._flash_ext_packed = (version, lengths)
     return None, known[1]
 
 

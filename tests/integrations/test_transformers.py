@@ -190,6 +190,15 @@ def test_generate_modes(options):
     )
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+def test_inference_mode(name):
+    ids = make_ids(1)
+    eager, ours = make_pair(name)
+    with torch.inference_mode():
+        assert_close(ours(ids).logits, eager(ids).logits)
+        assert_close(ours(ids, use_cache=False).logits, eager(ids, use_cache=False).logits)
+
+
 def test_prefill_in_two_parts():
     """A second prompt on a filled cache: rows and keys differ in number."""
     ids = make_ids(2, 12)
