@@ -440,6 +440,16 @@ def test_mask_moves_to_another_device():
         mask.to(torch.float32)
 
 
+def test_from_pretrained(tmp_path):
+    hf_models.make_model("gpt_oss", "eager").save_pretrained(tmp_path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, attn_implementation="flash_ext"
+    )
+    assert model.config._attn_implementation == "flash_ext"
+    ids = make_ids()
+    assert_close(model(ids).logits, hf_models.make_model("gpt_oss", "flash_ext")(ids).logits)
+
+
 def test_implementation_can_be_set_later():
     model = hf_models.make_model("gpt_oss", "eager")
     model.set_attn_implementation("flash_ext")
