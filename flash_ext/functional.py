@@ -36,6 +36,7 @@ def attention(
     rng_state=None,
     deterministic=False,
     num_splits=0,
+    leftpad_k=None,
     return_lse=False,
 ):
     """Exact attention, dense or over packed sequences: softmax(scale q k^T + …) v.
@@ -56,8 +57,9 @@ def attention(
         sinks: (num_heads,), any float dtype: a logit that takes part in the softmax alone.
         cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32, where the packed sequences begin and end.
         seqused_q, seqused_k: (batch,) int32, shorten sequences without moving them.
-        page_table: (batch, max_pages) int32; k and v are then (num_pages, page_size, …). No
-            kernel serves it in this version: RuntimeError by name.
+        page_table: (batch, max_pages) int32; k and v are then (num_pages, page_size, …) and key j
+            of sequence b is row j % page_size of page page_table[b, j // page_size], its length
+            seqused_k (None: all pages). q may be packed, by cu_seqlens_q alone. Without gradients.
         max_seqlen_q, max_seqlen_k: the longest sequence, an int or a tensor of one integer
             (read back). None: the total.
         softmax_scale: default 1 / sqrt(head_dim).
@@ -71,6 +73,8 @@ def attention(
         deterministic: the backward gives the same bits in every run; also on under
             torch.use_deterministic_algorithms(True).
         num_splits: parts that the keys are split into, 0 to choose from the shapes.
+        leftpad_k: (batch,) int32, how many keys at the beginning of each sequence are hidden; no
+            diagonal moves. Without gradients.
         return_lse: whether to return lse too.
 
     Returns:
@@ -102,6 +106,7 @@ def attention(
             *(q, k, v, bias, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k),
             *(seqused_q, seqused_k, page_table, rng_state, max_seqlen_q, max_seqlen_k),
             *(softmax_scale, causal, window, softcap, dropout_p, deterministic, num_splits),
+            leftpad_k,
         )
     )
     return (out, lse) if return_lse else out
@@ -213,6 +218,7 @@ def explain(
     rng_state=None,
     deterministic=False,
     num_splits=0,
+    leftpad_k=None,
     backward=False,
 ) -> str:
     """Which kernel serves `attention` on these arguments and, for the others, why not.
@@ -226,12 +232,13 @@ def explain(
 
     Raises:
         TypeError, ValueError: as `attention`. A call that no kernel serves is described, not
-            refused, but for page_table, which is a RuntimeError.
+            refused.
     """
     args = operator_arguments(
         *(q, k, v, bias, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k),
         *(seqused_q, seqused_k, page_table, rng_state, max_seqlen_q, max_seqlen_k),
         *(softmax_scale, causal, window, softcap, dropout_p, deterministic, num_splits),
+        leftpad_k,
         draw_rng_state=lambda q: q.new_zeros(2, dtype=torch.int64),
     )
     return ops.explain(*args, backward)

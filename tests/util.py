@@ -586,7 +586,7 @@ def assert_close(x, ref, pt, what, factor=2.0, others=None):
 def max_score(inputs, lse):
     """max|s| over what rows see, out of the reference's probabilities."""
     options = reference_options(inputs)
-    for name in ("page_table", "deterministic", "num_splits"):
+    for name in ("page_table", "deterministic", "num_splits", "leftpad_k"):
         options.pop(name, None)
     p = reference.attn_probs(
         inputs.q, inputs.k, lse, inputs.bias, inputs.alibi_slopes, **options

@@ -28,12 +28,12 @@ BUILD = ROOT / "build" / "kernels"
 SPILL_BUDGET = 256
 
 # Kernels compiled for each kind of score, with and without dropout.
-MAINLOOPS = ("fwd", "bwd")
+MAINLOOPS = ("fwd", "bwd", "decode")
 
 COMPILED = re.compile(r"Compiling entry function '(?P<name>\w+)' for '(?P<target>sm_\w+)'")
 SPILLS = re.compile(r"(?P<spills>\d+) bytes spill stores")
 REGISTERS = re.compile(r"Used (?P<registers>\d+) registers")
-ENTRY = re.compile(r"\d(?P<entry>(?:fwd|bwd)\w*?)_kernel")
+ENTRY = re.compile(r"\d(?P<entry>(?:fwd|bwd|decode|append|rotary)\w*?)_kernel")
 SMEM = re.compile(r"Li(?P<smem>\d+)EEEvNS")  # the last template argument of a mainloop's kernel
 
 
@@ -52,11 +52,16 @@ class Usage:
 def variant_of(mangled: str) -> str:
     """Which of a unit's kernels and instances this is, from its name and template arguments."""
     entry = match["entry"] if (match := ENTRY.search(mangled)) else mangled
+    if match := re.search(r"combine_kernelI.*Li(\d+)ELi\d+EEEvNS", mangled):
+        return f"combine, {match[1]} rows"
     if entry not in MAINLOOPS:
         return entry.removeprefix("bwd_")  # a side kernel of the backward
     score = "modified" if "ScoreKindE1" in mangled else "plain"
     dropout = " + dropout" if "DropoutKindE1" in mangled else ""
-    return score + dropout
+    match = re.search(r"DecodeTraitsI.*ELi\d+ELi\d+ELi(\d+)EL", mangled)
+    rows = f", {match[1]} rows" if match else ""
+    pages = ", pages" if "KeysKindE1" in mangled else ""
+    return score + dropout + rows + pages
 
 
 def parse_log(arch: str, unit: str, log: str) -> list[Usage]:

@@ -101,10 +101,28 @@ struct FwdConfig<256, 99> {
   using ModifiedShape = Shape;
 };
 
+// Decoding: bytes in flight are what counts. A warp's ring has kStages stages of kKeys keys of K
+// and V; two blocks share a multiprocessor where their rings fit, so that one's copies fill the
+// time in which the other's warps merge.
+template <int kDim, int kSmemKB>
+struct DecodeConfig {
+  static constexpr int kKeys = 16;                   // of a warp's tile
+  static constexpr int kWarps = kDim > 128 ? 2 : 4;  // keys are split over them
+  static constexpr int kStageBytes = 4 * kWarps * kKeys * kDim;
+  static constexpr int kOtherBytes = 10 << 10;  // Q of 16 or 32 rows, sums
+  static constexpr int stages(int blocks) {
+    return ((kSmemKB << 10) / blocks - (1 << 10) - kOtherBytes) / kStageBytes;
+  }
+  static constexpr int kMinBlocks = stages(2) >= 3 ? 2 : 1;
+  static constexpr int kStages = stages(kMinBlocks) > 6 ? 6 : stages(kMinBlocks);
+  static constexpr int kLeastUnits = 2;  // a block's share of kWarps * kKeys keys, at least
+  static_assert(kStages >= 2, "a stage is filled while another is read");
+};
+
 // The backward. A block owns kBlockN keys and walks over blocks of kBlockM query rows; a group of
-// kDimParts warps owns kWarpKeys of the keys and shares out the columns of their dK and dV. A warp
-// makes scores kSubM rows at a time. dQ of a step is shared out over the warps as kDqRowParts parts
-// of its rows, the rest of the warps over its columns.
+// kDimParts warps owns kWarpKeys of the keys and shares out the columns of their dK and dV. A
+// warp makes scores kSubM rows at a time. dQ of a step is shared out over the warps as
+// kDqRowParts parts of its rows, the rest of the warps over its columns.
 //
 // Shared memory holds K, V, kStages of Q and dO, dS, and P where a group has more than one warp
 // (both twice with three stages): 4 kDim (kBlockN + kStages kBlockM) + 2 kBlockM kBlockN (1, 2 or
@@ -132,7 +150,8 @@ struct BwdShape {
 template <int kDim, int kSmemKB>
 struct BwdConfig;
 
-// One warp holds all of dK and dV of its keys, so that P and dS feed those products from registers.
+// One warp holds all of dK and dV of its keys, so that P and dS feed those products from
+// registers.
 template <int kSmemKB>
 struct BwdConfig<64, kSmemKB> {
   using Shape = BwdShape<64, 128, 32, 32, 1, 2, 2, 2>;

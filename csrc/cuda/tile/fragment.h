@@ -28,6 +28,29 @@ __device__ __forceinline__ int warp_id() { return threadIdx.x / kWarpSize; }
 // Whether any lane of the warp says so.
 __device__ __forceinline__ bool warp_any(bool x) { return __any_sync(0xFFFFFFFFu, x); }
 
+// Another lane's value.
+__device__ __forceinline__ int from_lane(int x, int lane) {
+  return __shfl_sync(0xFFFFFFFFu, x, lane);
+}
+
+// The largest value of the warp's lanes.
+__device__ __forceinline__ float warp_max(float x) {
+#pragma unroll
+  for (int step = kWarpSize / 2; step > 0; step /= 2)
+    x = fmaxf(x, __shfl_xor_sync(0xFFFFFFFFu, x, step));
+  return x;
+}
+
+// The sum of the lanes up to and including this one.
+__device__ __forceinline__ unsigned scan_warp(unsigned x) {
+#pragma unroll
+  for (int step = 1; step < kWarpSize; step *= 2) {
+    const unsigned before = __shfl_up_sync(0xFFFFFFFFu, x, step);
+    if (lane_id() >= step) x += before;
+  }
+  return x;
+}
+
 // The sum over groups of kLanes neighbouring lanes, a power of two.
 template <int kLanes>
 __device__ __forceinline__ float sum_lanes(float x) {
