@@ -64,7 +64,7 @@ def test_every_function_of_flash_attn_is_there():
 FLASH_ATTENTION_2 = f"""
 {LINE}
 import transformers.utils.import_utils as available
-available.is_torch_cuda_available = lambda: True  # it looks for a GPU before it looks for flash-attn
+available.is_torch_cuda_available = lambda: True  # it looks for a GPU first
 import flash_ext.integrations.transformers
 import hf_models, torch
 
