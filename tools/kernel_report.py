@@ -52,7 +52,7 @@ class Usage:
 def variant_of(mangled: str) -> str:
     """Which of a unit's kernels and instances this is, from its name and template arguments."""
     entry = match["entry"] if (match := ENTRY.search(mangled)) else mangled
-    if match := re.search(r"combine_kernelI.*Li(\d+)ELi\d+EEEvNS", mangled):
+    if match := re.search(r"combine_kernelI.*Li(\d+)ELi\d+ELi\d+EEEvNS", mangled):
         return f"combine, {match[1]} rows"
     if entry not in MAINLOOPS:
         return entry.removeprefix("bwd_")  # a side kernel of the backward

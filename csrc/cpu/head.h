@@ -75,7 +75,8 @@ struct Head {
   // keep_scale where row i keeps key keys.begin + c, 0 where it drops it. keys.begin is a multiple
   // of the dropout group.
   void dropout_row(T* factors, int i, Range keys) const {
-    const T scale = static_cast<T>(dropout.keep_scale());
+    // Not dropout's own scale, which is a float: float64 keeps its digits.
+    const T scale = static_cast<T>(256) / static_cast<T>(max_of(256 - dropout.threshold, 1));
     for (int t = 0; t < 4; ++t) {
       const Philox4 random = dropout.bytes(batch, head, i, keys.begin / Dropout::kGroup, t);
       for (int n = 0; n < 8; ++n)

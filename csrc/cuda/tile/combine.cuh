@@ -147,71 +147,85 @@ struct PartsOfRun {
 constexpr int kCombineWarps = 8;
 constexpr int kCombineAhead = 4;  // parts a warp reads before it knows the largest maximum
 
-template <typename In, int kDim, int kRows, int kBlockN>
+// kRowWarps warps share the parts of a row: all of a block where parts are many, one where few.
+template <typename In, int kDim, int kRows, int kBlockN, int kRowWarps>
 class CombineBlock {
   static constexpr int kThreads = kCombineWarps * kWarpSize;
+  static constexpr int kBlockRows = kCombineWarps / kRowWarps;
   using Sequence = SplitSequence<kRows, kBlockN>;
   using Index = SplitIndex<kRows, kBlockN, kThreads>;
 
  public:
   struct Storage {
     typename Index::Storage index;
-    float sum[kCombineWarps];
-    alignas(16) float o[kCombineWarps][kDim];
+    float sum[kRowWarps > 1 ? kCombineWarps : 1];
+    alignas(16) float o[kRowWarps > 1 ? kCombineWarps : 1][kDim];
   };
 
   __device__ __forceinline__ CombineBlock(const FwdParams& params, const SplitGrid& grid_,
                                           Storage& storage)
       : p(params), grid(grid_), smem(storage), index(params, grid_, storage.index) {}
 
-  // One row of one run and member, by a block: its warps share the parts.
+  // Rows of one run and member. Most blocks find nothing to do, and leave while the parts are still
+  // being made; the first one stays, so that this grid never ends before the one ahead of it.
   __device__ __forceinline__ void run(bool plain) {
     const PartsOfRun run = grid.num_splits > 0 ? of_fixed() : of_boundary();
+    if (run.count == 0 && (blockIdx.x > 0 || blockIdx.y > 0)) return;
     wait_for_primary();
     if (run.count == 0) return;
     const SeqInfo seq = seq_info(p.side_q, p.side_k, run.batch);
-    const int row = static_cast<int>(blockIdx.y), r = run.row_tile * kRows + row;
-    if (r >= seq.seqlen_q * p.group()) return;
-    const SplitParts<kDim> parts(p.workspace, grid.num_slots(), kRows);
+    const int row = static_cast<int>(blockIdx.y) * kBlockRows + warp_id() / kRowWarps;
+    const int r = run.row_tile * kRows + row;
+    const bool is_there = row < kRows && r < seq.seqlen_q * p.group();
+    MergedRow<kDim> merged;
+    merged.start();
     const float exp_scale = plain ? static_cast<float>(p.softmax_scale) * kLog2e : kLog2e;
+    if (is_there) merge_parts(run, row, warp_id() % kRowWarps, exp_scale, merged);
+    if (kRowWarps > 1) merge_warps(exp_scale, merged);
+    if (is_there && warp_id() % kRowWarps == 0)
+      write_row<In, kDim>(p, run.batch, run.head_k * p.group() + r % p.group(), seq, r / p.group(),
+                          plain, merged);
+  }
 
-    // All that a warp reads of a usual number of parts is under way at once.
+ private:
+  // This warp's share of a row's parts. All that it reads of a usual number of parts is under way
+  // at once.
+  __device__ __forceinline__ void merge_parts(const PartsOfRun& run, int row, int warp,
+                                              float exp_scale, MergedRow<kDim>& mine) {
+    const SplitParts<kDim> parts(p.workspace, grid.num_slots(), kRows);
     RowPart<kDim> ahead[kCombineAhead];
 #pragma unroll
     for (int n = 0; n < kCombineAhead; ++n) {
-      const int part = warp_id() + n * kCombineWarps;
+      const int part = warp + n * kRowWarps;
       ahead[n].load(parts, run.slot(part) * kRows + row, part < run.count);
     }
-    MergedRow<kDim> mine;
-    mine.start();
     for (int part = lane_id(); part < run.count; part += kWarpSize)
       mine.see(parts.row_max[run.slot(part) * kRows + row]);
     mine.m = warp_max(mine.m);
 #pragma unroll
     for (int n = 0; n < kCombineAhead; ++n) mine.add(ahead[n], exp_scale);
-    for (int part = warp_id() + kCombineAhead * kCombineWarps; part < run.count;
-         part += kCombineWarps) {
+    for (int part = warp + kCombineAhead * kRowWarps; part < run.count; part += kRowWarps) {
       ahead[0].load(parts, run.slot(part) * kRows + row, true);
       mine.add(ahead[0], exp_scale);
     }
-    if (lane_id() == 0) smem.sum[warp_id()] = mine.sum;
-    mine.store(smem.o[warp_id()]);
+  }
+
+  // All warps have the same maximum.
+  __device__ __forceinline__ void merge_warps(float exp_scale, MergedRow<kDim>& row) {
+    if (lane_id() == 0) smem.sum[warp_id()] = row.sum;
+    row.store(smem.o[warp_id()]);
     __syncthreads();
-    if (warp_id() != 0) return;
-    MergedRow<kDim> whole;
-    whole.start();
-    whole.m = mine.m;
+    const float m = row.m;
+    row.start();
+    row.m = m;
 #pragma unroll
     for (int w = 0; w < kCombineWarps; ++w) {
       RowPart<kDim> part;
-      part.load(mine.m, smem.sum[w], smem.o[w]);
-      whole.add(part, exp_scale);
+      part.load(m, smem.sum[w], smem.o[w]);
+      row.add(part, exp_scale);
     }
-    write_row<In, kDim>(p, run.batch, run.head_k * p.group() + r % p.group(), seq, r / p.group(),
-                        plain, whole);
   }
 
- private:
   __device__ __forceinline__ PartsOfRun of_fixed() const {
     const unsigned size = static_cast<unsigned>(grid.team_size());
     const unsigned bands = static_cast<unsigned>(p.num_heads_k / grid.band);
@@ -257,23 +271,34 @@ class CombineBlock {
   Index index;
 };
 
-template <typename In, int kDim, int kRows, int kBlockN>
+template <typename In, int kDim, int kRows, int kBlockN, int kRowWarps>
 __global__ void __launch_bounds__(kCombineWarps* kWarpSize)
     combine_kernel(const __grid_constant__ FwdParams p, const __grid_constant__ SplitGrid grid,
                    const bool plain) {
-  using Block = CombineBlock<In, kDim, kRows, kBlockN>;
+  using Block = CombineBlock<In, kDim, kRows, kBlockN, kRowWarps>;
   __shared__ typename Block::Storage storage;
   Block(p, grid, storage).run(plain);
 }
 
-// Started early where the device can: its blocks find their items while the last pieces end.
+// Started early where the device can: its blocks find their runs while the parts are being made.
 template <typename In, int kDim, int kRows, int kBlockN>
 void launch_combine(const FwdParams& p, const SplitGrid& grid, bool plain, const Launch& launch) {
-  const int64_t runs = grid.num_splits > 0 ? grid.teams / grid.num_splits : grid.teams - 1;
-  const int64_t rows = min_of<int64_t>(kRows, int64_t{p.side_q.longest()} * p.group());
-  launch_early(&combine_kernel<In, kDim, kRows, kBlockN>,
-               dim3(grid_size(runs * grid.team_size()), static_cast<unsigned>(rows)),
-               kCombineWarps * kWarpSize, 0, launch.stream, "a combine kernel", p, grid, plain);
+  const int64_t all_runs = int64_t{p.batch} * (p.num_heads_k / grid.band);
+  const int64_t parts = grid.num_splits > 0 ? grid.num_splits : grid.teams / all_runs;  // of a run
+  const int64_t cuts = grid.num_splits > 0 ? all_runs : grid.teams - 1;
+  const int rows =
+      static_cast<int>(min_of<int64_t>(kRows, int64_t{p.side_q.longest()} * p.group()));
+  const auto launch_with = [&](auto row_warps) {
+    constexpr int kRowWarps = decltype(row_warps)::value;
+    launch_early(&combine_kernel<In, kDim, kRows, kBlockN, kRowWarps>,
+                 dim3(grid_size(cuts * grid.team_size()),
+                      static_cast<unsigned>(ceil_div(rows, kCombineWarps / kRowWarps))),
+                 kCombineWarps * kWarpSize, 0, launch.stream, "a combine kernel", p, grid, plain);
+  };
+  if (parts > kCombineAhead)
+    launch_with(Constant<kCombineWarps>{});
+  else
+    launch_with(Constant<1>{});
 }
 
 }  // namespace flash::cuda
