@@ -10,8 +10,10 @@
 // the A operand of the next product's k16 step without an exchange.
 #pragma once
 
+#include "../../common/mask.h"
 #include "../primitives/convert.h"
 #include "../primitives/exp2.h"
+#include "../primitives/stmatrix.h"
 #include "../primitives/wgmma.h"
 
 namespace flash::cuda::sm90 {
@@ -24,6 +26,11 @@ constexpr int kSlots = 2;          // rows that a thread holds
 
 __device__ __forceinline__ int lane_id() { return threadIdx.x % kWarpSize; }
 __device__ __forceinline__ bool warp_any(bool x) { return __any_sync(0xFFFFFFFFu, x); }
+
+// Whether any of the four lanes that share their rows says so.
+__device__ __forceinline__ bool quad_any(bool x) {
+  return __ballot_sync(0xFFFFFFFFu, x) >> (lane_id() & ~3) & 0xF;
+}
 
 // Row of the warpgroup's tile that a slot stands for.
 __device__ __forceinline__ int row_of(int slot) {
@@ -42,6 +49,11 @@ __device__ __forceinline__ float reduce_row(float value, Op op) {
 template <int kN>
 struct Accumulator {
   float x[kN / 2];
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int i = 0; i < kN / 2; ++i) x[i] = 0.f;
+  }
 
   // f(value, slot, column) for every element of this thread.
   template <typename F>
@@ -66,12 +78,10 @@ __device__ __forceinline__ void exact_row_maxima(const Accumulator<kN>& s, float
 }
 
 // The same by Hopper's maximum of three integers, half an instruction a score: floats compare like
-// their bits where one of them is not negative. A row without such a score takes the exact way.
+// their bits where one of them is not negative. A warp with a row without such a score goes the
+// exact way.
 template <int kN>
 __device__ __forceinline__ void row_maxima(const Accumulator<kN>& s, float (&m)[kSlots]) {
-#ifdef EXP_FMAX
-  exact_row_maxima(s, m);
-#else
   constexpr int kLeast = -2147483647 - 1;
   int most[kSlots][2] = {{kLeast, kLeast}, {kLeast, kLeast}};
 #pragma unroll
@@ -89,7 +99,6 @@ __device__ __forceinline__ void row_maxima(const Accumulator<kN>& s, float (&m)[
     negative |= x < 0;
   }
   if (warp_any(negative)) exact_row_maxima(s, m);
-#endif
 }
 
 // P as the A operands of its k16 steps.
@@ -129,14 +138,14 @@ struct SmemTile {
   }
 };
 
-// Zeroes rows outside [begin, end) of a tile, by a warpgroup. Whole rows, so the swizzle does not
+// Zeroes rows outside `keep` of a tile, by a warpgroup. Whole rows, so the swizzle does not
 // matter.
 template <int kRows, int kDim>
-__device__ __forceinline__ void clear_rows_outside(char* tile, int begin, int end) {
+__device__ __forceinline__ void clear_rows_outside(char* tile, Range keep) {
   using Tile = SmemTile<kRows, kDim>;
   for (int at = threadIdx.x % kWarpgroup; at < Tile::kBytes / 16; at += kWarpgroup) {
     const int row = at / 8 % kRows;
-    if (row < begin || row >= end) *reinterpret_cast<uint4*>(tile + 16 * at) = uint4{};
+    if (row < keep.begin || row >= keep.end) *reinterpret_cast<uint4*>(tile + 16 * at) = uint4{};
   }
 }
 
@@ -157,6 +166,26 @@ __device__ __forceinline__ void transpose_quad(uint32_t (&r)[4]) {
     const uint32_t got = __shfl_xor_sync(0xFFFFFFFFu, high ? r[i] : r[i + 2], 2);
     r[i] = high ? got : r[i];
     r[i + 2] = high ? r[i + 2] : got;
+  }
+}
+
+// Rows of O times scale[slot] into a tile in shared memory whose blocks have kBlockRows rows.
+template <typename In, int kBlockRows, int kDim>
+__device__ __forceinline__ void store_tile(const Accumulator<kDim>& o, uint32_t tile,
+                                           const float (&scale)[kSlots]) {
+  // Lane l addresses row l % 8 of matrix l / 8: rows of slot 0, of slot 1, then the next eight
+  // columns of both.
+  const int matrix = lane_id() / 8;
+  const int row = threadIdx.x % kWarpgroup / kWarpSize * 16 + matrix % 2 * 8 + lane_id() % 8;
+#pragma unroll
+  for (int n = 0; n < kDim / 8; n += 2) {
+    const int chunk = n % 8 + matrix / 2;
+    const float(&x)[kDim / 2] = o.x;
+    stmatrix_x4(tile + n / 8 * kBlockRows * 128 + row * 128 + ((chunk ^ row % 8) << 4),
+                pack2<In>(x[4 * n] * scale[0], x[4 * n + 1] * scale[0]),
+                pack2<In>(x[4 * n + 2] * scale[1], x[4 * n + 3] * scale[1]),
+                pack2<In>(x[4 * n + 4] * scale[0], x[4 * n + 5] * scale[0]),
+                pack2<In>(x[4 * n + 6] * scale[1], x[4 * n + 7] * scale[1]));
   }
 }
 

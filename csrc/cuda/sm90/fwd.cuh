@@ -22,6 +22,7 @@
 
 #include "config.h"
 #include "fragment.h"
+#include "rescore.h"
 #include "work.h"
 
 namespace flash::cuda::sm90 {
@@ -39,43 +40,46 @@ struct FwdTraits {
   static constexpr int kConsumers = Shape::kConsumers;
   static constexpr int kThreads = (kConsumers + 1) * kWarpgroup;
   // 65536 registers in all; 168 (or 128) a thread at the start, in multiples of 8.
-  static constexpr int kProducerRegisters = kConsumers == 2 ? 24 : 32;
-  static constexpr int kConsumerRegisters = kConsumers == 2 ? 240 : 160;
+  static constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
+  static constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : 160;
   using QTile = SmemTile<Shape::kBlockM, kDim>;
   using KTile = SmemTile<Shape::kBlockN, kDim>;
   using VTile = SmemTile<Shape::kBlockN, kDimV>;
 };
 
-// A slot of a ring of stages, and how often the ring has come round (its parity).
+// Uses of a ring of stages are counted; from the count come the stage and the parity of its turn.
 template <int kStages>
-struct RingSlot {
-  int slot = 0;
-  uint32_t parity = 0;
-  __device__ __forceinline__ void advance() {
-    if (++slot == kStages) {
-      slot = 0;
-      parity ^= 1;
-    }
-  }
-};
+__device__ __forceinline__ int stage_of(unsigned count) {
+  return count % kStages;
+}
+template <int kStages>
+__device__ __forceinline__ uint32_t parity_of(unsigned count) {
+  return count / kStages & 1;
+}
 
 template <typename Traits>
 struct FwdStorage {
   using Shape = typename Traits::Shape;
   // A consumer reads a tile's entry until it has stored the tile; the producer is ahead by the
   // stages of Q, and one tile of a single key block may still wait for its store.
-  static constexpr int kTiles = Shape::kQStages + 2;
+  static constexpr int kTiles = 4;
+  static_assert(kTiles >= Shape::kQStages + 2, "see above");
   alignas(1024) char q[Shape::kQStages][Traits::QTile::kBytes];
   alignas(1024) char k[Shape::kStages][Traits::KTile::kBytes];
   alignas(1024) char v[Shape::kStages][Traits::VTile::kBytes];
   Tile tile[kTiles];
+  Tile next;  // the producer's
   uint64_t q_full[Shape::kQStages], q_empty[Shape::kQStages];
   uint64_t k_full[Shape::kStages], k_empty[Shape::kStages];
   uint64_t v_full[Shape::kStages], v_empty[Shape::kStages];
 };
 
+constexpr float kLog2e = 1.4426950408889634f;
+
 struct FwdMaps {
-  CUtensorMap q, k, v;
+  CUtensorMap q, k, v, o;
+  bool stores_out;  // out's rows fit a map
+  float exp_scale;  // from the unit of scores to powers of two
 };
 
 __device__ __forceinline__ uint32_t smem_of(const void* p) {
@@ -97,88 +101,102 @@ class FwdProducer {
       : p(params), maps(tensor_maps), schedule_(schedule), smem(storage) {}
 
   __device__ __forceinline__ void run() {
-    Tile tile = next_tile();
-    if (tile.head < 0) return publish(tile);
-    load_q(tile);
-    load_k(tile, tile.last_block);
+    upcoming = blockIdx.x;
+    find_next();
+    if (!open_tile()) return;
     for (;;) {
-      for (int n = tile.last_block; n > tile.first_block; --n) {
-        load_k(tile, n - 1);
-        load_v(tile, n);
-      }
-      const Tile next = next_tile();
-      if (Shape::kQStages == 1 || next.head < 0) load_v(tile, tile.first_block);
-      if (next.head < 0) return publish(next);
-      load_q(next);
-      load_k(next, next.last_block);
-      if (Shape::kQStages > 1) load_v(tile, tile.first_block);
-      tile = next;
+      // The next tile is looked up behind the first loads of this one: it may take microseconds.
+      if (n_block > first_block) load_step();
+      find_next();
+#pragma unroll 1
+      while (n_block > first_block) load_step();
+      const Keys last = keys;
+      const int last_block = n_block;
+      if (Shape::kQStages == 1 || smem.next.head < 0) load_v(last, last_block);
+      if (!open_tile()) return;
+      if (Shape::kQStages > 1) load_v(last, last_block);
     }
   }
 
  private:
-  // Past the rows of short sequences, whose tiles hold nothing.
-  __device__ __forceinline__ Tile next_tile() {
-    for (;;) {
-      const Tile tile =
-          schedule_.template tile<Shape::kBlockM, Shape::kBlockN>(p, schedule_.nth(turn++));
-      if (tile.head < 0 || tile.first_row < tile.seqlen_q) return tile;
+  // Where the keys of a tile's head are.
+  struct Keys {
+    int first_row;
+    int head;
+    int batch;
+  };
+
+  // Past the rows of short sequences, whose tiles hold nothing. The tile waits in shared memory:
+  // this warp has few registers.
+  __device__ __forceinline__ void find_next() {
+    Tile& next = smem.next;
+    do {
+      const unsigned index = upcoming;
+      if (index < schedule_.tiles) upcoming = schedule_.after(index);
+      schedule_.template locate<Shape::kBlockM, Shape::kBlockN>(p, index, next);
+    } while (next.head >= 0 && next.first_row >= next.seqlen_q);
+  }
+
+  // Loads the next tile's Q and its first K. The end of the list takes the place of a Q.
+  __device__ __forceinline__ bool open_tile() {
+    const Tile& next = smem.next;
+    const int stage = stage_of<Shape::kQStages>(q_count);
+    const uint32_t full = smem_of(&smem.q_full[stage]);
+    mbarrier_wait(smem_of(&smem.q_empty[stage]), parity_of<Shape::kQStages>(q_count) ^ 1);
+    smem.tile[q_count++ % Storage::kTiles] = next;
+    if (next.head < 0) {
+      mbarrier_arrive(full);
+      return false;
     }
-  }
-
-  // The end of the list takes the place of a Q.
-  __device__ __forceinline__ void publish(const Tile& tile) {
-    mbarrier_wait(smem_of(&smem.q_empty[q.slot]), q.parity ^ 1);
-    smem.tile[entry.slot] = tile;
-    mbarrier_arrive(smem_of(&smem.q_full[q.slot]));
-  }
-
-  __device__ __forceinline__ void load_q(const Tile& tile) {
-    const uint32_t full = smem_of(&smem.q_full[q.slot]);
-    mbarrier_wait(smem_of(&smem.q_empty[q.slot]), q.parity ^ 1);
-    smem.tile[entry.slot] = tile;
     mbarrier_arrive_expect(full, Traits::QTile::kBytes);
-    load<typename Traits::QTile>(smem.q[q.slot], &maps.q, full, tile.offset_q + tile.first_row,
-                                 tile.head, tile.batch, p.side_q);
-    q.advance();
-    entry.advance();
+    load<typename Traits::QTile>(smem.q[stage], &maps.q, full, next.offset_q + next.first_row,
+                                 next.head, p.side_q.cu_seqlens ? 0 : next.batch);
+    keys = {next.offset_k, next.head_k, p.side_k.cu_seqlens ? 0 : next.batch};
+    first_block = next.first_block;
+    n_block = next.last_block;
+    load_k();
+    return true;
   }
-  __device__ __forceinline__ void load_k(const Tile& tile, int n_block) {
-    const uint32_t full = smem_of(&smem.k_full[k.slot]);
-    mbarrier_wait(smem_of(&smem.k_empty[k.slot]), k.parity ^ 1);
+
+  __device__ __forceinline__ void load_step() {
+    const int n = n_block--;
+    load_k();
+    load_v(keys, n);
+  }
+  __device__ __forceinline__ void load_k() {
+    const int stage = stage_of<Shape::kStages>(k_count);
+    const uint32_t full = smem_of(&smem.k_full[stage]);
+    mbarrier_wait(smem_of(&smem.k_empty[stage]), parity_of<Shape::kStages>(k_count++) ^ 1);
     mbarrier_arrive_expect(full, Traits::KTile::kBytes);
-    load<typename Traits::KTile>(smem.k[k.slot], &maps.k, full,
-                                 tile.offset_k + n_block * Shape::kBlockN, tile.head_k,
-                                 tile.batch, p.side_k);
-    k.advance();
+    load<typename Traits::KTile>(smem.k[stage], &maps.k, full,
+                                 keys.first_row + n_block * Shape::kBlockN, keys.head, keys.batch);
   }
-  __device__ __forceinline__ void load_v(const Tile& tile, int n_block) {
-    const uint32_t full = smem_of(&smem.v_full[v.slot]);
-    mbarrier_wait(smem_of(&smem.v_empty[v.slot]), v.parity ^ 1);
+  __device__ __forceinline__ void load_v(Keys at, int n) {
+    const int stage = stage_of<Shape::kStages>(v_count);
+    const uint32_t full = smem_of(&smem.v_full[stage]);
+    mbarrier_wait(smem_of(&smem.v_empty[stage]), parity_of<Shape::kStages>(v_count++) ^ 1);
     mbarrier_arrive_expect(full, Traits::VTile::kBytes);
-    load<typename Traits::VTile>(smem.v[v.slot], &maps.v, full,
-                                 tile.offset_k + n_block * Shape::kBlockN, tile.head_k,
-                                 tile.batch, p.side_k);
-    v.advance();
+    load<typename Traits::VTile>(smem.v[stage], &maps.v, full, at.first_row + n * Shape::kBlockN,
+                                 at.head, at.batch);
   }
 
   template <typename Target>
-  __device__ __forceinline__ void load(char* target, const CUtensorMap* map, uint32_t full,
-                                       int64_t row, int head, int batch, const SeqSide& side) {
+  __device__ __forceinline__ void load(char* target, const CUtensorMap* map, uint32_t full, int row,
+                                       int head, int batch) {
 #pragma unroll
     for (int block = 0; block < Target::kBlocks; ++block)
-      tma_load(smem_of(target) + block * Target::kBlockBytes, map, full, block * kBlockDim,
-               static_cast<int>(row), head, side.cu_seqlens ? 0 : batch);
+      tma_load(smem_of(target) + block * Target::kBlockBytes, map, full, block * kBlockDim, row,
+               head, batch);
   }
 
   const FwdParams& p;
   const FwdMaps& maps;
   const Schedule& schedule_;
   Storage& smem;
-  unsigned turn = 0;
-  RingSlot<Shape::kQStages> q;
-  RingSlot<Shape::kStages> k, v;
-  RingSlot<Storage::kTiles> entry;
+  unsigned upcoming;  // claimed one tile ahead
+  Keys keys{};
+  int n_block = 0, first_block = 0;  // the block whose K was loaded last; the tile's last one
+  unsigned q_count = 0, k_count = 0, v_count = 0;
 };
 
 // ---- consumer --------------------------------------------------------------------------------------
@@ -195,50 +213,58 @@ class FwdConsumer {
   static constexpr int kDim = Traits::kDim;
   static constexpr int kDimV = Traits::kDimV;
   static constexpr bool kPlain = Traits::kScore == ScoreKind::kPlain;
+  static constexpr bool kReleaseLate = Shape::kQStages > 1;
   static constexpr bool kTurns = Shape::kPingPong == PingPong::kOn;
 
  public:
-  __device__ __forceinline__ FwdConsumer(const FwdParams& params, Storage& storage, int consumer_)
-      : p(params), smem(storage), consumer(consumer_) {}
+  __device__ __forceinline__ FwdConsumer(const FwdParams& params, const FwdMaps& tensor_maps,
+                                         Storage& storage, int consumer_)
+      : p(params), maps(tensor_maps), exp_scale(tensor_maps.exp_scale), smem(storage), consumer(consumer_) {}
 
-  // The schedule. S is of the block that the cursor is at, O and P of the one before it.
+  // The schedule. S is of the block that the stream is at, P of the one before it, until P has been
+  // made of S.
   __device__ __forceinline__ void run() {
     start();
-    if (!advance()) return;
-    gemm_qk();
-    wgmma_wait<0>();
-    pin(acc_s.x);
-    release_k();
-    open_rows();
-    score_and_mask();
-    online_softmax();
-    to_operand<In>(probs, acc_s);
-    while (advance()) {
+    while (open()) {
       wait_turn();
       gemm_qk();
-      gemm_pv();
       pass_turn();
-      wgmma_wait<1>();
+      free_stored();
+      wgmma_wait<0>();
       pin(acc_s.x);
       release_k();
-      if (crossing) open_rows();
+      open_rows();
       score_and_mask();
       online_softmax();
+      settle_block();  // no row can outgrow the reference that this block gave it
+      while (advance()) {
+        wait_turn();
+        gemm_qk();
+        gemm_pv(kBehind);
+        pass_turn();
+        free_stored();
+        wgmma_wait<1>();
+        pin(acc_s.x);
+        release_k();
+        if (crossing) open_rows();
+        score_and_mask();
+        online_softmax();
+        wgmma_wait<0>();
+        pin(acc_o.x);
+        pin(acc_s.x);
+        release_v(kBehind);
+        if (crossing)
+          finish(tile_count - 1);
+        settle_rows();
+      }
+      gemm_pv(kHere);
+      close_rows();
       wgmma_wait<0>();
       pin(acc_o.x);
-      pin(acc_s.x);
-      release_v();
-      if (crossing)
-        finish();
-      else
-        rescale();
-      to_operand<In>(probs, acc_s);  // now: the product just waited for has read the old ones
+      release_v(kHere);
+      finish(tile_count - crossing);
     }
-    gemm_pv();
-    close_rows();
-    wgmma_wait<0>();
-    pin(acc_o.x);
-    finish();
+    free_stored();
     end_turns();
   }
 
@@ -261,33 +287,87 @@ class FwdConsumer {
 
   // ---- the stream of key blocks --------------------------------------------------------------------
 
+  // Whether P's block is the stream's or the one before it.
+  enum Distance : int { kHere = 0, kBehind = 1 };
+
   __device__ __forceinline__ void start() {
     if (consumer == Traits::kConsumers - 1) pass_turn();
-    exp_scale = kPlain ? static_cast<float>(p.softmax_scale) * kLog2e : kLog2e;
+    acc_o.clear();
   }
 
-  // To the next block of keys; false at the end of the list.
+  // To the next block of keys, if its scores may follow the current ones without a gap: false at the
+  // end of the list, and before blocks that none of this consumer's rows sees. `crossing` then says
+  // whether the stream has gone over to another tile.
   __device__ __forceinline__ bool advance() {
-    keep_of_pv = keep_of_qk;
-    crossing = n_block == first_block;
-    if (crossing) {
-      entry_of_pv = entry;
-      entry = entry == Storage::kTiles - 1 ? 0 : entry + 1;
-      mbarrier_wait(smem_of(&smem.q_full[q.slot]), q.parity);
-      const Tile& tile = smem.tile[entry];
-      if (tile.head < 0) return false;
-      n_block = tile.last_block;
-      first_block = tile.first_block;
-      const Mask mask = mask_of(tile);
-      const Range rows = rows_of(tile);
-      unmasked = {mask.first_key(rows.end - 1), mask.end_key(rows.begin)};
-      keep = {tile.keep_begin, tile.keep_end};
-    } else {
-      --n_block;
-    }
-    const int key = n_block * kBlockN;
-    keep_of_qk = {max_of(keep.begin - key, 0), min_of(keep.end - key, kBlockN)};
+    crossing = n_block == stop_block && !stops_early;
+    if (crossing) return next_tile() && n_block < mine_of(tile_of(tile_count)).end;
+    if (n_block == stop_block) return false;
+    --n_block;
     return true;
+  }
+
+  // To the next block that this consumer's rows see, from wherever the stream is; false at the end
+  // of the list.
+  __device__ __forceinline__ bool open() {
+    for (;; crossing = false) {
+      if (!crossing) {
+        if (n_block == stop_block && !stops_early)
+          next_tile();
+        else
+          --n_block;
+      }
+      const Tile& tile = tile_of(tile_count);
+      if (tile.head < 0) return false;
+      const Range mine = mine_of(tile);
+      if (n_block >= mine.begin && n_block < mine.end) return true;
+      skip(mine.empty());
+      if (n_block == tile.first_block) stop_block = n_block, stops_early = false;
+    }
+  }
+
+  // A block that only other consumers compute.
+  __device__ __forceinline__ void skip(bool whole_tile) {
+    free_stored();  // the producer may want its memory before it loads this block's V
+    wait_turn();
+    pass_turn();
+    mbarrier_wait(smem_of(&smem.k_full[stage_of<Shape::kStages>(step)]), parity_of<Shape::kStages>(step));
+    mbarrier_wait(smem_of(&smem.v_full[stage_of<Shape::kStages>(step)]), parity_of<Shape::kStages>(step));
+    release(smem.k_empty[stage_of<Shape::kStages>(step++)]);
+    release_v(kHere);
+    if (n_block == tile_of(tile_count).first_block && (whole_tile || !kReleaseLate))
+      release_q(tile_count);
+  }
+
+  // False at the end of the list.
+  __device__ __forceinline__ bool next_tile() {
+    // The producer may need the memory of the last O for this tile's Q.
+    free_stored();
+    ++tile_count;
+    clears <<= 1;
+    mbarrier_wait(smem_of(&smem.q_full[stage_of<Shape::kQStages>(tile_count)]), parity_of<Shape::kQStages>(tile_count));
+    const Tile& tile = tile_of(tile_count);
+    if (tile.head < 0) return false;
+    n_block = tile.last_block;
+    stop_block = max_of(tile.first_block, mine_of(tile).begin);
+    stops_early = stop_block > tile.first_block;
+    clears |= tile.clears;
+    const Mask mask = mask_of(tile);
+    const Range rows = rows_of(tile);
+    unmasked = {mask.first_key(rows.end - 1), mask.end_key(rows.begin)};
+    return true;
+  }
+
+  // Tiles and blocks are counted; entries and stages are theirs by turns.
+  __device__ __forceinline__ const Tile& tile_of(unsigned count) const {
+    return smem.tile[count % Storage::kTiles];
+  }
+  // Blocks of the tile that this consumer's rows see. Rows that see nothing still have results: from
+  // one block, all masked.
+  __device__ __forceinline__ Range mine_of(const Tile& tile) const {
+    const Range rows = rows_of(tile);
+    const Range mine = blocks_of(mask_of(tile).keys_of(rows), kBlockN);
+    if (!mine.empty() || rows.begin >= tile.seqlen_q) return mine;
+    return {tile.last_block, tile.last_block + 1};
   }
 
   __device__ __forceinline__ Mask mask_of(const Tile& tile) const {
@@ -303,51 +383,56 @@ class FwdConsumer {
     if (lane_id() == 0) mbarrier_arrive(smem_of(&barrier));
   }
   __device__ __forceinline__ void release_k() {
-    release(smem.k_empty[k.slot]);
-    k.advance();
-    if (n_block == first_block) {  // the tile's last product with Q
-      release(smem.q_empty[q.slot]);
-      q.advance();
-    }
+    release(smem.k_empty[stage_of<Shape::kStages>(step++)]);
+    // The tile's last product with Q; with two stages of Q, its memory first takes O.
+    if (!kReleaseLate && n_block == stop_block && !stops_early) release_q(tile_count);
   }
-  __device__ __forceinline__ void release_v() {
-    release(smem.v_empty[v.slot]);
-    v.advance();
+  // After release_k, so of the step before.
+  __device__ __forceinline__ void release_v(Distance distance) {
+    release(smem.v_empty[stage_of<Shape::kStages>(step - 1 - distance)]);
+  }
+  __device__ __forceinline__ void release_q(unsigned count) {
+    release(smem.q_empty[stage_of<Shape::kQStages>(count)]);
   }
 
   // ---- products ------------------------------------------------------------------------------------
 
   __device__ __forceinline__ void gemm_qk() {
-    mbarrier_wait(smem_of(&smem.k_full[k.slot]), k.parity);
-    const uint32_t q_tile = smem_of(smem.q[q.slot]), k_tile = smem_of(smem.k[k.slot]);
+    const int stage = stage_of<Shape::kStages>(step);
+    mbarrier_wait(smem_of(&smem.k_full[stage]), parity_of<Shape::kStages>(step));
+    const uint32_t q_tile = smem_of(smem.q[stage_of<Shape::kQStages>(tile_count)]), k_tile = smem_of(smem.k[stage]);
     pin(acc_s.x);
     wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < kDim / 16; ++step)
+    for (int i = 0; i < kDim / 16; ++i)
       Wgmma<In, kBlockN>::template ss<Major::kK, Major::kK>(
-          acc_s.x, QTile::along_dim(q_tile, consumer * kWarpgroupRows, step),
-          KTile::along_dim(k_tile, 0, step), step > 0);
+          acc_s.x, QTile::along_dim(q_tile, consumer * kWarpgroupRows, i),
+          KTile::along_dim(k_tile, 0, i), i > 0);
     wgmma_commit();
   }
 
-  __device__ __forceinline__ void gemm_pv() {
-    mbarrier_wait(smem_of(&smem.v_full[v.slot]), v.parity);
-    if (keep_of_pv.begin > 0 || keep_of_pv.end < kBlockN) clear_v();
-    const uint32_t v_tile = smem_of(smem.v[v.slot]);
+  // Before release_k where the stream is a block ahead, after it where it is not: the same step.
+  __device__ __forceinline__ void gemm_pv(Distance distance) {
+    const int stage = stage_of<Shape::kStages>(step - 1);
+    mbarrier_wait(smem_of(&smem.v_full[stage]), parity_of<Shape::kStages>(step - 1));
+    if (clears >> crossing & 1) clear_v(smem.v[stage], distance);
+    const uint32_t v_tile = smem_of(smem.v[stage]);
     pin(acc_o.x);
     wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < kBlockN / 16; ++step)
-      Wgmma<In, kDimV>::template rs<Major::kMN>(acc_o.x, probs.r[step],
-                                                VTile::along_rows(v_tile, step),
-                                                step > 0 || accumulate);
+    for (int i = 0; i < kBlockN / 16; ++i)
+      Wgmma<In, kDimV>::template rs<Major::kMN>(acc_o.x, probs.r[i], VTile::along_rows(v_tile, i),
+                                                true);
     wgmma_commit();
-    accumulate = true;
   }
 
   // Every consumer does it for itself: they write the same zeros, and none waits for another.
-  __device__ __forceinline__ void clear_v() {
-    clear_rows_outside<kBlockN, kDimV>(smem.v[v.slot], keep_of_pv.begin, keep_of_pv.end);
+  __device__ __forceinline__ void clear_v(char* v_tile, Distance distance) {
+    const Tile& tile = tile_of(tile_count - crossing);
+    const int key = (crossing ? tile.first_block : n_block + distance) * kBlockN;
+    const Range keep = {tile.keep_begin - key, tile.keep_end - key};
+    if (keep.begin <= 0 && keep.end >= kBlockN) return;
+    clear_rows_outside<kBlockN, kDimV>(v_tile, keep);
     async_proxy_fence();
     named_sync(kOwnBarrier + consumer, kWarpgroup);
   }
@@ -357,9 +442,7 @@ class FwdConsumer {
   __device__ __forceinline__ void score_and_mask() {
     if (!kPlain) {
       const float scale = static_cast<float>(p.softmax_scale);
-      const float cap = static_cast<float>(p.softcap);
-      const Chain<float, Softcap<float>> chain = {{cap, cap > 0 ? 1 / cap : 0}, {}};
-      chain.for_each_active(scale, [&](auto modify) {
+      softcap().for_each_active(scale, [&](auto modify) {
         acc_s.for_each([&](float& s, int, int) { s = modify(s, 0, 0); });
       });
     }
@@ -376,9 +459,14 @@ class FwdConsumer {
     }
   }
 
+  __device__ __forceinline__ Chain<float, Softcap<float>> softcap() const {
+    const float cap = static_cast<float>(p.softcap);
+    return {{cap, cap > 0 ? 1 / cap : 0}, {}};
+  }
+
   template <typename Limit, typename Sees>
   __device__ __forceinline__ void mask_scores(Limit limit_of, Sees sees) {
-    const Tile& tile = smem.tile[entry];
+    const Tile& tile = tile_of(tile_count);
     const Mask mask = mask_of(tile);
     int limit[kSlots];
 #pragma unroll
@@ -387,72 +475,170 @@ class FwdConsumer {
     acc_s.for_each([&](float& s, int slot, int col) { s = sees(col, limit[slot]) ? s : -INFINITY; });
   }
 
-  // s becomes p = exp(s - reference) in powers of two. A row's reference is a maximum that it had,
-  // kept until it has been exceeded by a factor of 2^kLazy: any reference gives the same result, and
-  // the product of O with its correction is skipped where no row of the warp moved.
+  // s becomes p = exp(s - reference) in powers of two. A row's reference is its maximum in the first
+  // block where it sees a key; any reference gives the same result, as long as nothing overflows. So
+  // no maximum is looked for later, and nothing is rescaled: that a row has outgrown its reference
+  // shows in the sum of its exponentials, after the fact (lower_rows).
   __device__ __forceinline__ void online_softmax() {
-    float m[kSlots];
-#ifdef EXP_NOMAX
-    moved = reference[0] == -INFINITY || n_block == first_block;
-    moved = warp_any(moved);
-    if (moved) {
-      row_maxima(acc_s, m);
-    }
-#else
-    row_maxima(acc_s, m);
-    bool any = false;
-#pragma unroll
-    for (int slot = 0; slot < kSlots; ++slot) any |= exceeds(m[slot], slot);
-    moved = warp_any(any);
-#endif
-    if (moved) move_reference(m);
-    if (huge) settle_huge();
-    float sum[kSlots][2] = {};  // two chains of additions each
+    if (unseen) find_references();
+    float shift[kSlots] = {shift_of(reference[0]), shift_of(reference[1])};
+    if (huge) settle_huge(shift);
+    float parts[kSlots][2] = {};  // two chains of additions each
 #pragma unroll
     for (int i = 0; i < kBlockN / 2; ++i) {
       float& s = acc_s.x[i];
       s = exp2_approx(s * exp_scale - shift[i / 2 % 2]);
-      sum[i / 2 % 2][i % 2] += s;
+      parts[i / 2 % 2][i % 2] += s;
     }
 #pragma unroll
-    for (int slot = 0; slot < kSlots; ++slot) add_to_row(slot, sum[slot][0] + sum[slot][1]);
+    for (int slot = 0; slot < kSlots; ++slot) block_sum[slot] = parts[slot][0] + parts[slot][1];
   }
 
-  // True also while nothing has been seen: infinity, or NaN where this block has nothing either.
-  __device__ __forceinline__ bool exceeds(float m, int slot) const {
-    return !((m - reference[slot]) * exp_scale <= kLazy);
+  // P is made, sums are added: after the product that the old P is read by.
+  __device__ __forceinline__ void settle_block() {
+    to_operand<In>(probs, acc_s);
+#pragma unroll
+    for (int slot = 0; slot < kSlots; ++slot) add_to_row(slot, block_sum[slot]);
   }
 
-  // shift is the reference rounded in powers of two: corrections are made of it, so that its
-  // rounding is nobody's error. Where it is huge that rounding alone is more than any exponential:
-  // there, scores are subtracted first (settle_huge) and shift is 0.
-  __device__ __forceinline__ void move_reference(const float (&m)[kSlots]) {
-    bool any_huge = false;
+  // The same where a row may have outgrown its reference.
+  __device__ __forceinline__ void settle_rows() {
+    if (!warp_any(outgrown(block_sum[0]) || outgrown(block_sum[1]))) return settle_block();
+    float factor[kSlots] = {1.f, 1.f};   // from the old reference to a new one
+    bool lost[kSlots] = {false, false};  // exponentials of the row, to overflow or nearly
+    lower_rows(factor, lost);
+    to_operand<In>(probs, acc_s);
+    if (warp_any(lost[0] || lost[1])) compute_again(factor, lost);
+    rescale(factor);
+#pragma unroll
+    for (int slot = 0; slot < kSlots; ++slot) add_to_row(slot, block_sum[slot]);
+  }
+
+  // NaN too.
+  __device__ __forceinline__ bool outgrown(float sum) const { return !(sum <= kMost); }
+
+  // Of rows that have none.
+  __device__ __forceinline__ void find_references() {
+    float m[kSlots];
+    row_maxima(acc_s, m);
+    bool none = false, any_huge = false;
 #pragma unroll
     for (int slot = 0; slot < kSlots; ++slot) {
-      const bool moves = exceeds(m[slot], slot);
-      const float from = reference[slot], to = moves ? m[slot] : from;
-      const bool from_huge = is_huge(from), to_huge = is_huge(to);
-      const float new_shift = to == -INFINITY || to_huge ? 0.f : to * exp_scale;
-      const float distance = from_huge || to_huge ? (from - to) * exp_scale : shift[slot] - new_shift;
-      factor[slot] = !moves ? 1.f : from == -INFINITY ? 0.f : exp2_approx(distance);
-      reference[slot] = to;
-      shift[slot] = new_shift;
-      row_sum[slot] *= factor[slot];
-      row_lost[slot] *= factor[slot];
-      any_huge |= to_huge;
+      if (reference[slot] == -INFINITY) reference[slot] = m[slot];
+      none |= reference[slot] == -INFINITY;
+      any_huge |= is_huge(reference[slot]);
     }
+    unseen = warp_any(none);
     huge = warp_any(any_huge);
   }
 
+  // Rows whose exponentials are too large for P or for float get a higher reference. What is finite
+  // is multiplied; where something is not, the block's scores are computed again. Each row decides
+  // for itself, so that its bits do not depend on its neighbours.
+  __device__ __forceinline__ void lower_rows(float (&factor)[kSlots], bool (&lost)[kSlots]) {
+#pragma unroll
+    for (int slot = 0; slot < kSlots; ++slot) {
+      const bool grown = quad_any(outgrown(block_sum[slot]));
+      const float total = reduce_row(block_sum[slot], [](float a, float b) { return a + b; });
+      lost[slot] = grown && (total > kLost || is_huge(reference[slot]));
+      if (!grown || lost[slot] || total != total) continue;  // a row of NaN stays one
+      const float from = reference[slot];
+      reference[slot] = from + log2f(total) / exp_scale;
+      factor[slot] = exp2_approx(shift_of(from) - shift_of(reference[slot]));
+      block_sum[slot] *= factor[slot];
+    }
+#pragma unroll
+    for (int i = 0; i < kBlockN / 2; ++i) acc_s.x[i] *= factor[i / 2 % 2];
+  }
+
+  __device__ __forceinline__ void rescale(const float (&factor)[kSlots]) {
+#pragma unroll
+    for (int slot = 0; slot < kSlots; ++slot) {
+      row_sum[slot] *= factor[slot];
+      row_lost[slot] *= factor[slot];
+    }
+#pragma unroll
+    for (int i = 0; i < kDimV / 2; ++i) acc_o.x[i] *= factor[i / 2 % 2];
+  }
+
+  // P and sums of the rows in `lost`, from their scores' exact maxima. S has become P: that leaves
+  // the registers that this needs.
+  __device__ __forceinline__ void compute_again(float (&factor)[kSlots],
+                                                const bool (&lost)[kSlots]) {
+    const Tile& tile = tile_of(tile_count);
+    const Mask mask = mask_of(tile);
+    const int row[kSlots] = {rows_of(tile).begin + row_of(0), rows_of(tile).begin + row_of(1)};
+    const HeadRows q = head_rows(p.q, p.head_dim, tile.batch, tile.offset_q, tile.head);
+    const HeadRows keys = head_rows(p.k, p.head_dim, tile.batch, tile.offset_k, tile.head_k);
+    const auto score = [&](float (&s)[4], int n) {
+      const int key = n_block * kBlockN + 8 * n;
+      score_eight<In>(s, q, keys, row, tile.seqlen_q - 1, key, tile.seqlen_k - 1);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (!kPlain) s[i] = softcap().apply(s[i] * static_cast<float>(p.softmax_scale), 0, 0);
+        if (!mask.sees(row[i / 2], key + 2 * (lane_id() % 4) + i % 2)) s[i] = -INFINITY;
+      }
+    };
+    float m[kSlots] = {reference[0], reference[1]};
+#pragma unroll 1
+    for (int n = 0; n < kBlockN / 8; ++n) {
+      float s[4];
+      score(s, n);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) m[i / 2] = fmaxf(m[i / 2], s[i]);
+    }
+#pragma unroll
+    for (int slot = 0; slot < kSlots; ++slot) {
+      m[slot] = reduce_row(m[slot], [](float a, float b) { return fmaxf(a, b); });
+      if (!lost[slot]) continue;
+      const float from = reference[slot];
+      factor[slot] = exp2_approx(is_huge(from) || is_huge(m[slot])
+                                     ? (from - m[slot]) * exp_scale
+                                     : shift_of(from) - shift_of(m[slot]));
+      reference[slot] = m[slot];
+      block_sum[slot] = 0.f;
+    }
+    huge = warp_any(is_huge(reference[0]) || is_huge(reference[1]));
+#pragma unroll
+    for (int n = 0; n < kBlockN / 8; ++n) {
+      float s[4];
+      score(s, n);
+#pragma unroll
+      for (int slot = 0; slot < kSlots; ++slot) {
+        if (!lost[slot]) continue;
+        float prob[2];
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          const float x = s[2 * slot + c];
+          prob[c] = exp2_approx(is_huge(m[slot]) ? (x - m[slot]) * exp_scale
+                                                 : x * exp_scale - shift_of(m[slot]));
+          block_sum[slot] += prob[c];
+        }
+        probs.r[n / 2][n % 2 * 2 + slot] = pack2<In>(prob[0], prob[1]);
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < kBlockN / 16; ++k) pin(probs.r[k]);
+  }
+
+  // The reference rounded in powers of two, 0 while nothing has been seen (s - reference would be
+  // NaN). Corrections are made of it, so that its rounding is nobody's error.
+  __device__ __forceinline__ float shift_of(float m) const {
+    return m == -INFINITY ? 0.f : m * exp_scale;
+  }
+  // Where that rounding alone is more than any exponential.
   __device__ __forceinline__ bool is_huge(float m) const {
     return fabsf(m * exp_scale) > kHuge && m != -INFINITY;
   }
 
-  __device__ __forceinline__ void settle_huge() {
+  // Subtracts first.
+  __device__ __forceinline__ void settle_huge(float (&shift)[kSlots]) {
     acc_s.for_each([&](float& s, int slot, int) {
       if (is_huge(reference[slot])) s -= reference[slot];
     });
+#pragma unroll
+    for (int slot = 0; slot < kSlots; ++slot)
+      if (is_huge(reference[slot])) shift[slot] = 0.f;
   }
 
   // Kahan's sum, once a block: over millions of keys of like weight the roundings of a plain float
@@ -464,12 +650,6 @@ class FwdConsumer {
     row_sum[slot] = sum;
   }
 
-  __device__ __forceinline__ void rescale() {
-    if (!moved) return;
-#pragma unroll
-    for (int i = 0; i < kDimV / 2; ++i) acc_o.x[i] *= factor[i / 2 % 2];
-  }
-
   // ---- rows ----------------------------------------------------------------------------------------
 
   // Statistics of a finished tile are kept until its last product is done.
@@ -478,7 +658,7 @@ class FwdConsumer {
     for (int slot = 0; slot < kSlots; ++slot) {
       done_max[slot] = is_huge(reference[slot]) || reference[slot] == -INFINITY
                            ? reference[slot] * (kPlain ? static_cast<float>(p.softmax_scale) : 1.f)
-                           : shift[slot] * kLn2;
+                           : shift_of(reference[slot]) * kLn2;
       done_sum[slot] = row_sum[slot];
     }
   }
@@ -487,63 +667,105 @@ class FwdConsumer {
 #pragma unroll
     for (int slot = 0; slot < kSlots; ++slot) {
       reference[slot] = -INFINITY;
-      shift[slot] = row_sum[slot] = row_lost[slot] = 0.f;
+      row_sum[slot] = row_lost[slot] = 0.f;
     }
+    unseen = true;
     huge = false;
   }
 
-  __device__ __forceinline__ void finish() {
-    const Tile& tile = smem.tile[entry_of_pv];
+  __device__ __forceinline__ void finish(unsigned at) {
+    const Tile& tile = tile_of(at);
     const SeqInfo seq = {tile.offset_q, tile.offset_k, tile.seqlen_q, tile.seqlen_k};
     const float sink = p.sinks.of(tile.batch, tile.head, -INFINITY);
-    float* lse = static_cast<float*>(p.lse);
+    float* lse = static_cast<float*>(p.lse) + p.row_index(tile.batch, tile.head, seq, 0);
     float scale[kSlots];
-    char* rows[kSlots];
+    int row[kSlots];
 #pragma unroll
     for (int slot = 0; slot < kSlots; ++slot) {
       const float sum = reduce_row(done_sum[slot], [](float a, float b) { return a + b; });
       const RowEnd<float> end = finish_row(done_max[slot], sum, sink);
-      const int i = rows_of(tile).begin + row_of(slot);
-      const bool exists = i < tile.seqlen_q;
-      if (exists && owns_row()) lse[p.row_index(tile.batch, tile.head, seq, i)] = end.lse;
+      row[slot] = rows_of(tile).begin + row_of(slot);
+      if (row[slot] < tile.seqlen_q && owns_row()) lse[row[slot]] = end.lse;
       scale[slot] = end.out_scale;
-      rows[slot] = exists ? static_cast<char*>(p.out.data) +
-                                2 * p.out.at(tile.batch, tile.offset_q + i, tile.head)
-                          : nullptr;
     }
-    store_rows<In>(acc_o, scale, rows, p.head_dim_v);
-    accumulate = false;
+    // A map's box ends where the tensor does. Where rows that follow belong to somebody else, or the
+    // rows of out fit no map, threads write what is there.
+    const bool whole = rows_of(tile).end <= tile.seqlen_q || tile.seqlen_q == p.side_q.total;
+    if (kReleaseLate && maps.stores_out && whole) {
+      store_by_map(tile, at, scale);
+    } else {
+      char* data[kSlots];
+#pragma unroll
+      for (int slot = 0; slot < kSlots; ++slot)
+        data[slot] = row[slot] < tile.seqlen_q
+                         ? static_cast<char*>(p.out.data) +
+                               2 * p.out.at(tile.batch, tile.offset_q + row[slot], tile.head)
+                         : nullptr;
+      store_rows<In>(acc_o, scale, data, p.head_dim_v);
+      if (kReleaseLate) release_q(at);
+    }
+    acc_o.clear();
   }
 
-  static constexpr float kLog2e = 1.4426950408889634f;
+  // O takes the place of this consumer's rows of Q and leaves from there. The store's thread frees
+  // them later (free_stored).
+  __device__ __forceinline__ void store_by_map(const Tile& tile, unsigned at,
+                                               const float (&scale)[kSlots]) {
+    const uint32_t o_tile = smem_of(smem.q[stage_of<Shape::kQStages>(at)]) + consumer * kWarpgroupRows * 128;
+    store_tile<In, Shape::kBlockM>(acc_o, o_tile, scale);
+    async_proxy_fence();
+    named_sync(kOwnBarrier + consumer, kWarpgroup);
+    if (threadIdx.x % kWarpgroup == 0) {
+#pragma unroll
+      for (int block = 0; block < VTile::kBlocks; ++block)
+        tma_store(&maps.o, o_tile + block * QTile::kBlockBytes, block * kBlockDim,
+                  tile.offset_q + rows_of(tile).begin, tile.head,
+                  p.side_q.cu_seqlens ? 0 : tile.batch);
+      tma_store_commit();
+      stored_stage = stage_of<Shape::kQStages>(at);
+    } else if (lane_id() == 0) {
+      release_q(at);
+    }
+  }
+  __device__ __forceinline__ void free_stored() {
+    if (!kReleaseLate || stored_stage < 0) return;
+    tma_store_wait();
+    mbarrier_arrive(smem_of(&smem.q_empty[stored_stage]));
+    stored_stage = -1;
+  }
+
   static constexpr float kLn2 = 0.6931471805599453f;
-  static constexpr float kLazy = 8.f;        // powers of two; P stays far below fp16's largest
+  static constexpr float kMost = 1 << 14;    // of a thread's sum: P stays below fp16's largest
+  static constexpr float kLost = 1e30f;      // a correction by more would underflow
   static constexpr float kHuge = 1 << 20;    // whose roundings are 1/16
 
   const FwdParams& p;
+  const FwdMaps& maps;
+  const float& exp_scale;  // from the unit of scores to powers of two
   Storage& smem;
   const int consumer;
 
-  // Where the stream is.
-  int n_block = 0, first_block = 0;
-  bool crossing = true;          // S is of another tile than O
-  Range unmasked{}, keep{};      // keys of the tile: those that every row sees; those with clean V
-  Range keep_of_qk{}, keep_of_pv{};  // of the block of S and of that of P, inside the block
-  RingSlot<Shape::kQStages> q;
-  RingSlot<Shape::kStages> k, v;
-  int entry = -1, entry_of_pv = -1;  // of smem.tile
+  // Where the stream is. Registers are short where three consumers share them, so what is needed
+  // once a tile is read from shared memory again.
+  unsigned tile_count = ~0u;
+  unsigned step = 0;  // blocks whose S is done
+  int n_block = 0;
+  int stop_block = 0;        // of the tile, the last in order that this consumer computes
+  bool stops_early = false;  // others go on after it
+  bool crossing = false;     // S is of the tile after P's
+  unsigned clears = 0;       // bit i: in the i-th tile before this one, V has rows to be zeroed
+  Range unmasked{};          // keys that every row sees
 
   Accumulator<kBlockN> acc_s;
   Operand<kBlockN> probs;
   Accumulator<kDimV> acc_o;
-  bool accumulate = false;  // O holds something of this tile
 
-  float exp_scale;  // from the unit of scores to powers of two
-  float reference[kSlots] = {-INFINITY, -INFINITY}, shift[kSlots] = {};
+  float reference[kSlots] = {-INFINITY, -INFINITY};
   float row_sum[kSlots] = {}, row_lost[kSlots] = {};  // this thread's share; see add_to_row
-  float factor[kSlots] = {1.f, 1.f};                  // from the old reference to the new one
-  bool moved = false, huge = false;
+  float block_sum[kSlots];                            // of this block
+  bool unseen = true, huge = false;  // some row has no reference; has a huge one
   float done_max[kSlots], done_sum[kSlots];
+  int stored_stage = -1;  // of Q, whose O is on its way; known to the thread that stores
 };
 
 // ---- kernel ----------------------------------------------------------------------------------------
@@ -577,7 +799,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     if (threadIdx.x == 0) FwdProducer<Traits>(p, maps, schedule, smem).run();
   } else {
     registers_take<Traits::kConsumerRegisters>();
-    FwdConsumer<Traits>(p, smem, warpgroup - 1).run();
+    FwdConsumer<Traits>(p, maps, smem, warpgroup - 1).run();
   }
 }
 
@@ -596,9 +818,13 @@ FwdMaps fwd_maps(const FwdParams& p) {
   // Without keys there is only a sink. A map must describe something: one row of out, all of whose
   // scores are masked.
   if (p.side_k.total == 0) k = v = {p.out.data, {p.head_dim_v, 1, 1, 1}, {}};
-  return {tma_map(tma_tensor(p.q, p.side_q, p.num_heads, p.head_dim, p.batch), kType,
-                  Shape::kBlockM),
-          tma_map(k, kType, Shape::kBlockN), tma_map(v, kType, Shape::kBlockN)};
+  const TmaTensor q = tma_tensor(p.q, p.side_q, p.num_heads, p.head_dim, p.batch);
+  const TmaTensor o = tma_tensor(p.out, p.side_q, p.num_heads, p.head_dim_v, p.batch);
+  const bool stores_out = tma_fits(o);
+  return {tma_map(q, kType, Shape::kBlockM), tma_map(k, kType, Shape::kBlockN),
+          tma_map(v, kType, Shape::kBlockN),
+          stores_out ? tma_map(o, kType, kWarpgroupRows) : CUtensorMap{}, stores_out,
+          Traits::kScore == ScoreKind::kPlain ? static_cast<float>(p.softmax_scale * kLog2e) : kLog2e};
 }
 
 template <typename Traits>
@@ -618,12 +844,19 @@ void launch_fwd(const FwdParams& p, const Launch& launch) {
   const int m_blocks = ceil_div(p.side_q.longest(), Shape::kBlockM);
   const int64_t head_bytes =
       max_of<int64_t>(1, int64_t{2} * p.side_k.longest() * (p.head_dim + p.head_dim_v) / p.group());
+  // Tiles that are all alike are dealt out; others are claimed one by one.
+  const bool alike = p.window_left < 0 && p.window_right < 0 && !p.side_q.cu_seqlens &&
+                     !p.side_q.seqused && !p.side_k.seqused;
+  unsigned* claimed = alike ? nullptr : static_cast<unsigned*>(p.workspace);
+  const cudaStream_t stream = static_cast<cudaStream_t>(launch.stream);
+  if (claimed)
+    check(cudaMemsetAsync(claimed, 0, sizeof(unsigned), stream), "clearing a counter of tiles");
   const Schedule schedule = {
       static_cast<unsigned>(m_blocks),
       static_cast<unsigned>(clamp_to<int64_t>(kFwdBandBytes / head_bytes, 1, heads)),
-      grid_size(heads * m_blocks)};
-  kernel<<<min_of(schedule.tiles, processors), Traits::kThreads, kSmemBytes,
-           static_cast<cudaStream_t>(launch.stream)>>>(p, fwd_maps<Traits>(p), schedule);
+      grid_size(heads * m_blocks), claimed};
+  kernel<<<min_of(schedule.tiles, processors), Traits::kThreads, kSmemBytes, stream>>>(
+      p, fwd_maps<Traits>(p), schedule);
   check(cudaGetLastError(), "a forward kernel");
 }
 
@@ -638,6 +871,6 @@ void fwd(const FwdParams& p, const Launch& launch) {
         p, launch);
 }
 
-inline size_t fwd_workspace(const FwdParams&) { return 0; }
+inline size_t fwd_workspace(const FwdParams&) { return 16; }
 
 }  // namespace flash::cuda::sm90

@@ -19,8 +19,9 @@ struct Tile {
   int last_block;   // its scores are all masked
   int keep_begin;   // keys whose V rows are clean: others of a block are zeroed, because 0 x NaN
   int keep_end;     // must not come into being. Past the tensor's end TMA has zero-filled already
-  int64_t offset_q;
-  int64_t offset_k;
+  int clears;       // whether there are such rows
+  int offset_q;  // rows before the sequence in q, in k
+  int offset_k;
 };
 
 // Bytes of K and V whose heads are worked on together: a good half of an H200's 50 MB of L2.
@@ -32,19 +33,18 @@ struct Schedule {
   unsigned m_blocks;
   unsigned band;   // heads whose tiles are ordered together
   unsigned tiles;  // in all
+  unsigned* claimed;  // beyond each block's first; null: tiles are dealt out in turn
 
-  // The i-th tile of this block; `tiles` or more: none. The direction alternates, so that with
-  // tiles that become shorter no block always gets the longer ones.
-  __device__ __forceinline__ unsigned nth(unsigned i) const {
-    return i * gridDim.x + (i % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+  // The tile that this block takes after `index`; `tiles` or more: none.
+  __device__ __forceinline__ unsigned after(unsigned index) const {
+    return gridDim.x + (claimed ? atomicAdd(claimed, 1) : index);
   }
 
   // 32-bit unsigned throughout: a 64-bit division costs hundreds of cycles.
   template <int kBlockM, int kBlockN>
-  __device__ __forceinline__ Tile tile(const AttnParams& p, unsigned index) const {
-    Tile t;
+  __device__ __forceinline__ void locate(const AttnParams& p, unsigned index, Tile& t) const {
     t.head = -1;
-    if (index >= tiles) return t;
+    if (index >= tiles) return;
     const unsigned num_heads = static_cast<unsigned>(p.num_heads);
     const unsigned heads = static_cast<unsigned>(p.batch) * num_heads;
     const unsigned first = index / (band * m_blocks) * band;
@@ -59,8 +59,8 @@ struct Schedule {
     t.first_row = m_block * kBlockM;
     t.seqlen_q = seq.seqlen_q;
     t.seqlen_k = seq.seqlen_k;
-    t.offset_q = seq.offset_q;
-    t.offset_k = seq.offset_k;
+    t.offset_q = static_cast<int>(seq.offset_q);
+    t.offset_k = static_cast<int>(seq.offset_k);
     const Mask mask{seq.seqlen_q, seq.seqlen_k, p.window_left, p.window_right};
     const Range seen = mask.keys_of(block_range(m_block, kBlockM));
     const Range blocks = blocks_of(seen, kBlockN);
@@ -68,7 +68,7 @@ struct Schedule {
     t.last_block = max_of(blocks.begin, blocks.end - 1);
     t.keep_begin = seen.begin;
     t.keep_end = seq.offset_k + seen.end >= p.side_k.total && !seen.empty() ? 1 << 30 : seen.end;
-    return t;
+    t.clears = t.keep_begin > t.first_block * kBlockN || t.keep_end < (t.last_block + 1) * kBlockN;
   }
 };
 
