@@ -223,47 +223,44 @@ class FwdConsumer {
 
   // The schedule. S is of the block that the stream is at, P of the one before it, until P has been
   // made of S.
+  //
+  // One loop that is never entered again: ptxas then knows that the warp stays together in it, guards
+  // no branch and keeps the products' descriptors in uniform registers.
   __device__ __forceinline__ void run() {
+    if (!next_tile()) return;
     start();
-    while (open()) {
+    gemm_qk();
+    wgmma_wait<0>();
+    pin(acc_s.x);
+    release_k();
+    open_rows();
+    score_and_mask();
+    online_softmax();
+    settle_block();
+    while (advance()) {
       wait_turn();
       gemm_qk();
+      gemm_pv(kBehind);
       pass_turn();
       free_stored();
-      wgmma_wait<0>();
+      wgmma_wait<1>();
       pin(acc_s.x);
       release_k();
-      open_rows();
+      if (crossing) open_rows();
       score_and_mask();
       online_softmax();
-      settle_block();  // no row can outgrow the reference that this block gave it
-      while (advance()) {
-        wait_turn();
-        gemm_qk();
-        gemm_pv(kBehind);
-        pass_turn();
-        free_stored();
-        wgmma_wait<1>();
-        pin(acc_s.x);
-        release_k();
-        if (crossing) open_rows();
-        score_and_mask();
-        online_softmax();
-        wgmma_wait<0>();
-        pin(acc_o.x);
-        pin(acc_s.x);
-        release_v(kBehind);
-        if (crossing)
-          finish(tile_count - 1);
-        settle_rows();
-      }
-      gemm_pv(kHere);
-      close_rows();
       wgmma_wait<0>();
       pin(acc_o.x);
-      release_v(kHere);
-      finish(tile_count - crossing);
+      pin(acc_s.x);
+      release_v(kBehind);
+      if (crossing) finish(tile_count - 1);
+      settle_rows();
     }
+    gemm_pv(kHere);
+    close_rows();
+    wgmma_wait<0>();
+    pin(acc_o.x);
+    finish(tile_count - 1);
     free_stored();
     end_turns();
   }
@@ -295,47 +292,12 @@ class FwdConsumer {
     acc_o.clear();
   }
 
-  // To the next block of keys, if its scores may follow the current ones without a gap: false at the
-  // end of the list, and before blocks that none of this consumer's rows sees. `crossing` then says
-  // whether the stream has gone over to another tile.
+  // To the next block of keys; false at the end of the list. `crossing`: it is of another tile.
   __device__ __forceinline__ bool advance() {
-    crossing = n_block == stop_block && !stops_early;
-    if (crossing) return next_tile() && n_block < mine_of(tile_of(tile_count)).end;
-    if (n_block == stop_block) return false;
+    crossing = n_block == first_block;
+    if (crossing) return next_tile();
     --n_block;
     return true;
-  }
-
-  // To the next block that this consumer's rows see, from wherever the stream is; false at the end
-  // of the list.
-  __device__ __forceinline__ bool open() {
-    for (;; crossing = false) {
-      if (!crossing) {
-        if (n_block == stop_block && !stops_early)
-          next_tile();
-        else
-          --n_block;
-      }
-      const Tile& tile = tile_of(tile_count);
-      if (tile.head < 0) return false;
-      const Range mine = mine_of(tile);
-      if (n_block >= mine.begin && n_block < mine.end) return true;
-      skip(mine.empty());
-      if (n_block == tile.first_block) stop_block = n_block, stops_early = false;
-    }
-  }
-
-  // A block that only other consumers compute.
-  __device__ __forceinline__ void skip(bool whole_tile) {
-    free_stored();  // the producer may want its memory before it loads this block's V
-    wait_turn();
-    pass_turn();
-    mbarrier_wait(smem_of(&smem.k_full[stage_of<Shape::kStages>(step)]), parity_of<Shape::kStages>(step));
-    mbarrier_wait(smem_of(&smem.v_full[stage_of<Shape::kStages>(step)]), parity_of<Shape::kStages>(step));
-    release(smem.k_empty[stage_of<Shape::kStages>(step++)]);
-    release_v(kHere);
-    if (n_block == tile_of(tile_count).first_block && (whole_tile || !kReleaseLate))
-      release_q(tile_count);
   }
 
   // False at the end of the list.
@@ -348,8 +310,7 @@ class FwdConsumer {
     const Tile& tile = tile_of(tile_count);
     if (tile.head < 0) return false;
     n_block = tile.last_block;
-    stop_block = max_of(tile.first_block, mine_of(tile).begin);
-    stops_early = stop_block > tile.first_block;
+    first_block = tile.first_block;
     clears |= tile.clears;
     const Mask mask = mask_of(tile);
     const Range rows = rows_of(tile);
@@ -357,17 +318,8 @@ class FwdConsumer {
     return true;
   }
 
-  // Tiles and blocks are counted; entries and stages are theirs by turns.
   __device__ __forceinline__ const Tile& tile_of(unsigned count) const {
     return smem.tile[count % Storage::kTiles];
-  }
-  // Blocks of the tile that this consumer's rows see. Rows that see nothing still have results: from
-  // one block, all masked.
-  __device__ __forceinline__ Range mine_of(const Tile& tile) const {
-    const Range rows = rows_of(tile);
-    const Range mine = blocks_of(mask_of(tile).keys_of(rows), kBlockN);
-    if (!mine.empty() || rows.begin >= tile.seqlen_q) return mine;
-    return {tile.last_block, tile.last_block + 1};
   }
 
   __device__ __forceinline__ Mask mask_of(const Tile& tile) const {
@@ -385,7 +337,7 @@ class FwdConsumer {
   __device__ __forceinline__ void release_k() {
     release(smem.k_empty[stage_of<Shape::kStages>(step++)]);
     // The tile's last product with Q; with two stages of Q, its memory first takes O.
-    if (!kReleaseLate && n_block == stop_block && !stops_early) release_q(tile_count);
+    if (!kReleaseLate && n_block == first_block) release_q(tile_count);
   }
   // After release_k, so of the step before.
   __device__ __forceinline__ void release_v(Distance distance) {
@@ -722,15 +674,14 @@ class FwdConsumer {
                   tile.offset_q + rows_of(tile).begin, tile.head,
                   p.side_q.cu_seqlens ? 0 : tile.batch);
       tma_store_commit();
-      stored_stage = stage_of<Shape::kQStages>(at);
-    } else if (lane_id() == 0) {
-      release_q(at);
     }
+    stored_stage = stage_of<Shape::kQStages>(at);
   }
+  // All threads wait, which is nothing to those that stored nothing: no branch on the thread.
   __device__ __forceinline__ void free_stored() {
     if (!kReleaseLate || stored_stage < 0) return;
     tma_store_wait();
-    mbarrier_arrive(smem_of(&smem.q_empty[stored_stage]));
+    release(smem.q_empty[stored_stage]);
     stored_stage = -1;
   }
 
@@ -750,11 +701,10 @@ class FwdConsumer {
   unsigned tile_count = ~0u;
   unsigned step = 0;  // blocks whose S is done
   int n_block = 0;
-  int stop_block = 0;        // of the tile, the last in order that this consumer computes
-  bool stops_early = false;  // others go on after it
-  bool crossing = false;     // S is of the tile after P's
-  unsigned clears = 0;       // bit i: in the i-th tile before this one, V has rows to be zeroed
-  Range unmasked{};          // keys that every row sees
+  int first_block = 0;    // of the tile, the last one in order
+  bool crossing = false;  // S is of the tile after P's
+  unsigned clears = 0;    // bit i: in the i-th tile before this one, V has rows to be zeroed
+  Range unmasked{};       // keys that every row of this consumer sees
 
   Accumulator<kBlockN> acc_s;
   Operand<kBlockN> probs;
@@ -765,7 +715,7 @@ class FwdConsumer {
   float block_sum[kSlots];                            // of this block
   bool unseen = true, huge = false;  // some row has no reference; has a huge one
   float done_max[kSlots], done_sum[kSlots];
-  int stored_stage = -1;  // of Q, whose O is on its way; known to the thread that stores
+  int stored_stage = -1;  // of Q, from which O is on its way
 };
 
 // ---- kernel ----------------------------------------------------------------------------------------
