@@ -60,11 +60,12 @@ build: $(BUILT)  ## the library, installed editable into .venv
 testing: $(STAMPS)/testing  ## the pybind11 module that exposes csrc/common to the tests
 
 .PHONY: lint
-lint: $(VENV)/.dev  ## ruff, clang-format and the README's support table; changes nothing
+lint: $(VENV)/.dev  ## ruff, clang-format, the README's support table and docs/api.md; changes nothing
 	@$(VENV)/bin/ruff check .
 	@$(VENV)/bin/ruff format --check .
 	@$(VENV)/bin/clang-format --dry-run --Werror $(CXX_SOURCES)
 	@$(VENV)/bin/python tools/readme_tables.py --check
+	@$(VENV)/bin/python tools/api_reference.py --check
 
 .PHONY: format
 format: $(VENV)/.dev  ## rewrites what lint complains about
@@ -72,6 +73,7 @@ format: $(VENV)/.dev  ## rewrites what lint complains about
 	@$(VENV)/bin/ruff format .
 	@$(VENV)/bin/clang-format -i $(CXX_SOURCES)
 	@$(VENV)/bin/python tools/readme_tables.py
+	@$(VENV)/bin/python tools/api_reference.py
 
 .PHONY: kernels-all
 kernels-all: | $(PY_READY)  ## every CUDA kernel of every architecture, with a report (needs nvcc)

@@ -14,9 +14,13 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::detail::from;
 
+// Query rows that share a key head.
+int64_t rows_of_group(const AttnParams& p) { return int64_t{p.side_q.longest()} * p.group(); }
+
 const KernelEntry& kernel_for(Pass pass, const AttnArgs& args, const AttnParams& p,
                               uint32_t features) {
-  const Problem problem = {pass, dtype_of(*args.q), p.head_dim, p.head_dim_v, features};
+  const Problem problem = {pass,         dtype_of(*args.q), p.head_dim,
+                           p.head_dim_v, features,          rows_of_group(p)};
   const KernelEntry* entry = find_kernel(problem);
   if (!entry) throw std::runtime_error("flash: " + not_supported(problem));
   return *entry;
@@ -58,11 +62,8 @@ Tensor aligned_rows(const Tensor& t, int64_t bytes) {
 }
 
 void align_inputs(const KernelEntry& entry, AttnArgs& args, AttnParams& p) {
-  for (auto [t, view] :
-       {std::pair{&args.q, &p.q}, std::pair{&args.k, &p.k}, std::pair{&args.v, &p.v}}) {
-    *t = aligned_rows(**t, entry.row_alignment);
-    *view = view_of(**t, args.varlen());
-  }
+  for (OptTensor* t : {&args.q, &args.k, &args.v}) *t = aligned_rows(**t, entry.row_alignment);
+  fill_views(args, p);
 }
 
 bool has_gaps_q(const AttnArgs& args) { return args.varlen() || args.seqused_q; }
@@ -77,7 +78,7 @@ bool is_empty(const AttnParams& p) {
 std::tuple<Tensor, Tensor> run_fwd(AttnArgs& args) {
   FwdParams p;
   const uint32_t features = prepare(args, p);
-  p.num_splits = static_cast<int>(max_of<int64_t>(args.num_splits, 1));
+  p.num_splits = static_cast<int>(args.num_splits);
   const Tensor& q = *args.q;
   DeviceScope scope(q);
   const KernelEntry& entry = kernel_for(Pass::kFwd, args, p, features);
@@ -251,6 +252,7 @@ void attn(StableIValue* stack, uint64_t, uint64_t) {
   AttnArgs args;
   for (OptTensor* t : {&args.q, &args.k, &args.v}) *t = reader.next<Tensor>();
   args.read_attn(reader);
+  args.leftpad_k = reader.next<OptTensor>();
   const auto [out, lse] = run_fwd(args);
   return_outputs(stack, out, lse);
 }
@@ -287,13 +289,14 @@ void explain(StableIValue* stack, uint64_t, uint64_t) {
   AttnArgs args;
   for (OptTensor* t : {&args.q, &args.k, &args.v}) *t = reader.next<Tensor>();
   args.read_attn(reader);
+  args.leftpad_k = reader.next<OptTensor>();
   const bool backward = reader.next<bool>();
   AttnParams p;
   uint32_t features = prepare(args, p);
   if (backward) features &= ~kSplits;
   DeviceScope scope(*args.q);
   return_outputs(stack, explain(Problem{backward ? Pass::kBwd : Pass::kFwd, dtype_of(*args.q),
-                                        p.head_dim, p.head_dim_v, features}));
+                                        p.head_dim, p.head_dim_v, features, rows_of_group(p)}));
 }
 
 }  // namespace flash

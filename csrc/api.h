@@ -24,8 +24,12 @@ namespace flash {
   "bool causal=False, SymInt window_left=-1, SymInt window_right=-1, float softcap=0.0, " \
   "float dropout_p=0.0, bool deterministic=False, int num_splits=0"
 
+// What only the forward takes.
+#define FLASH_ATTN_FORWARD_ARGS ", Tensor? leftpad_k=None"
+
 constexpr const char* kAttnSchema =
-    "attn(Tensor q, Tensor k, Tensor v, " FLASH_ATTN_ARGS ") -> (Tensor out, Tensor lse)";
+    "attn(Tensor q, Tensor k, Tensor v, " FLASH_ATTN_ARGS FLASH_ATTN_FORWARD_ARGS
+    ") -> (Tensor out, Tensor lse)";
 
 std::string attn_backward_schema();
 
@@ -41,8 +45,21 @@ constexpr const char* kAttnProbsSchema =
 constexpr const char* kMergeSchema =
     "merge(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> (Tensor out, Tensor lse)";
 
+// In place: new keys and values at cache_seqlens, keys rotated on the way; returns seqused_k.
+// Packed k and v come with cu_seqlens.
+constexpr const char* kCacheAppendSchema =
+    "cache_append(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor "
+    "cache_seqlens, "
+    "Tensor? page_table=None, Tensor? cu_seqlens=None, Tensor? rotary_cos=None, "
+    "Tensor? rotary_sin=None, bool rotary_interleaved=True) -> Tensor";
+
+constexpr const char* kRotarySchema =
+    "rotary(Tensor x, Tensor cos, Tensor sin, Tensor? seqlen_offsets=None, "
+    "Tensor? cu_seqlens=None, bool interleaved=False, bool conjugate=False) -> Tensor";
+
 constexpr const char* kExplainSchema =
-    "explain(Tensor q, Tensor k, Tensor v, " FLASH_ATTN_ARGS ", bool backward=False) -> str";
+    "explain(Tensor q, Tensor k, Tensor v, " FLASH_ATTN_ARGS FLASH_ATTN_FORWARD_ARGS
+    ", bool backward=False) -> str";
 
 constexpr const char* kKernelsSchema = "kernels() -> str";
 constexpr const char* kRegisterKernelsSchema = "register_kernels(str rows) -> ()";
@@ -51,6 +68,8 @@ constexpr const char* kRegisterKernelsSchema = "register_kernels(str rows) -> ()
 void attn(StableIValue* stack, uint64_t num_args, uint64_t num_outputs);
 void attn_backward(StableIValue* stack, uint64_t num_args, uint64_t num_outputs);
 void attn_probs(StableIValue* stack, uint64_t num_args, uint64_t num_outputs);
+void cache_append(StableIValue* stack, uint64_t num_args, uint64_t num_outputs);
+void rotary(StableIValue* stack, uint64_t num_args, uint64_t num_outputs);
 void explain(StableIValue* stack, uint64_t num_args, uint64_t num_outputs);
 
 // Makes q's device current for as long as it lives, and says where kernels run there. One

@@ -12,20 +12,9 @@ namespace {
 
 using torch::headeronly::ScalarType;
 
-constexpr int64_t kMaxHeadDim = 256;
-constexpr int64_t kMaxSeqlen = (int64_t{1} << 30) - 1;  // row and key numbers add up in 32 bits
-constexpr int64_t kMaxCount = (int64_t{1} << 31) - 1;   // batch and heads are 32-bit
 constexpr int64_t kMaxSplits = 256;
 
-std::string shape_text(const std::vector<int64_t>& shape) {
-  std::ostringstream text;
-  text << "(";
-  for (size_t i = 0; i < shape.size(); ++i) text << (i ? ", " : "") << shape[i];
-  text << (shape.size() == 1 ? ",)" : ")");
-  return text.str();
-}
-
-std::string dtype_text(ScalarType type) {
+std::string name_of(ScalarType type) {
   switch (type) {
     case ScalarType::Half:
       return "float16";
@@ -46,8 +35,6 @@ std::string dtype_text(ScalarType type) {
   }
 }
 
-std::string dtype_text(const Tensor& t) { return dtype_text(t.scalar_type()); }
-
 bool is_float(const Tensor& t) {
   const DType dtype = dtype_of(t);
   return dtype != DType::kNone && dtype != DType::kBool;
@@ -57,6 +44,18 @@ std::string device_text(const Tensor& t) {
   if (t.is_cpu()) return "the CPU";
   return "device " + std::to_string(t.get_device_index());
 }
+
+}  // namespace
+
+std::string shape_text(const std::vector<int64_t>& shape) {
+  std::ostringstream text;
+  text << "(";
+  for (size_t i = 0; i < shape.size(); ++i) text << (i ? ", " : "") << shape[i];
+  text << (shape.size() == 1 ? ",)" : ")");
+  return text.str();
+}
+
+std::string dtype_text(const Tensor& t) { return name_of(t.scalar_type()); }
 
 void check_device(const char* name, const Tensor& t, const Tensor& q) {
   if (t.device() != q.device())
@@ -81,16 +80,30 @@ void check_at_most(const char* what, int64_t got, int64_t most, const char* reme
   if (got > most) refuse(what, " ", got, " is above ", most, "; ", remedy);
 }
 
-// int32 (count,) on q's device, made contiguous.
-void check_lengths(const char* name, OptTensor& t, int64_t count, const char* meaning,
-                   const Tensor& q) {
+void check_lengths(const char* name, OptTensor& t, const std::vector<int64_t>& shape,
+                   const char* meaning, const Tensor& q) {
   if (!t) return;
   if (t->scalar_type() != ScalarType::Int)
     refuse(name, " has dtype ", dtype_text(*t), "; allowed is int32: pass ", name, ".int()");
   check_device(name, *t, q);
-  check_shape(name, *t, {count}, meaning);
+  check_shape(name, *t, shape, meaning);
   t = as_contiguous(*t);
 }
+
+int64_t fill_pages(OptTensor& page_table, const Tensor& k, const Tensor& q, AttnParams& p) {
+  check_rank("page_table", *page_table, 2, "(batch, max_pages)");
+  const int64_t max_pages = page_table->size(1);
+  check_lengths("page_table", page_table, {p.batch, max_pages}, "(batch, max_pages)", q);
+  check_at_most("max_pages", max_pages, kMaxCount, "use larger pages");
+  if (k.size(1) < 1) refuse("the page size is 0; allowed is 1 or more keys a page");
+  check_at_most("num_pages", k.size(0), kMaxCount, "split the cache");
+  check_at_most("page_size", k.size(1), kMaxSeqlen, "use smaller pages");
+  p.pages = {static_cast<const int32_t*>(page_table->const_data_ptr()), static_cast<int>(max_pages),
+             static_cast<int>(k.size(0)), static_cast<int>(k.size(1))};
+  return k.size(0) == 0 ? 0 : max_pages * k.size(1);
+}
+
+namespace {
 
 void check_qkv(const AttnArgs& args) {
   const Tensor &q = *args.q, &k = *args.k, &v = *args.v;
@@ -106,12 +119,14 @@ void check_qkv(const AttnArgs& args) {
   const char* layout_q =
       varlen ? "(total_q, num_heads, head_dim) with cu_seqlens_q"
              : "(batch, seqlen_q, num_heads, head_dim), or packed with cu_seqlens_q";
+  const bool packed_k = varlen && !args.paged();
   const char* layout_k =
-      varlen ? "(total_k, num_heads_k, head_dim) with cu_seqlens_k"
-             : "(batch, seqlen_k, num_heads_k, head_dim), or packed with cu_seqlens_k";
+      args.paged() ? "(num_pages, page_size, num_heads_k, head_dim) with page_table"
+      : varlen     ? "(total_k, num_heads_k, head_dim) with cu_seqlens_k"
+                   : "(batch, seqlen_k, num_heads_k, head_dim), or packed with cu_seqlens_k";
   check_rank("q", q, varlen ? 3 : 4, layout_q);
-  check_rank("k", k, varlen ? 3 : 4, layout_k);
-  check_rank("v", v, varlen ? 3 : 4, layout_k);
+  check_rank("k", k, packed_k ? 3 : 4, layout_k);
+  check_rank("v", v, packed_k ? 3 : 4, layout_k);
   const int64_t num_heads = q.size(-2), num_heads_k = k.size(-2);
   if (num_heads_k == 0 || num_heads == 0)
     refuse("q has ", num_heads, " heads and k has ", num_heads_k, "; both need at least 1");
@@ -130,23 +145,33 @@ void check_qkv(const AttnArgs& args) {
                   "the largest that any kernel is built for: split the heads, or use "
                   "torch.nn.functional.scaled_dot_product_attention");
   }
-  if (!varlen && (k.size(0) != q.size(0) || v.size(0) != q.size(0)))
+  if (!varlen && !args.paged() && (k.size(0) != q.size(0) || v.size(0) != q.size(0)))
     refuse("batch sizes of q, k, v are ", q.size(0), ", ", k.size(0), ", ", v.size(0),
            "; they must be equal (use expand for a shared k and v)");
-  const int64_t seq_dim = varlen ? 0 : 1;
+  if (args.paged()) {
+    if (v.size(0) != k.size(0) || v.size(1) != k.size(1))
+      refuse("v has ", v.size(0), " pages of ", v.size(1), " keys and k has ", k.size(0), " of ",
+             k.size(1), "; they must be equal");
+  }
+  const int64_t seq_dim = packed_k ? 0 : 1;
   if (v.size(seq_dim) != k.size(seq_dim))
     refuse("v has ", v.size(seq_dim), " keys and k has ", k.size(seq_dim), "; they must be equal");
   check_at_most("num_heads", num_heads, kMaxCount, "fold heads into calls");
 }
 
 void check_cu_seqlens(AttnArgs& args) {
-  if (args.cu_seqlens_q.has_value() != args.cu_seqlens_k.has_value())
+  if (args.paged()) {
+    if (args.cu_seqlens_k)
+      refuse(
+          "cu_seqlens_k comes with page_table; the keys of a page table are not packed: pass "
+          "their numbers as seqused_k = cu_seqlens_k.diff()");
+  } else if (args.cu_seqlens_q.has_value() != args.cu_seqlens_k.has_value())
     refuse("cu_seqlens_q and cu_seqlens_k come together; got only ",
            args.varlen() ? "cu_seqlens_q" : "cu_seqlens_k");
   if (!args.varlen()) {
     for (const auto& [name, value] : {std::pair{"max_seqlen_q", args.max_seqlen_q},
                                       std::pair{"max_seqlen_k", args.max_seqlen_k}})
-      if (value)
+      if (value && !(args.paged() && name[11] == 'k'))
         refuse(name, " is ", *value,
                " without cu_seqlens; the length of a dense tensor is its "
                "shape: leave it out, or pass seqused_q / seqused_k to shorten sequences");
@@ -177,10 +202,10 @@ void fill_shapes(AttnArgs& args, AttnParams& p) {
   const bool varlen = args.varlen();
   const int64_t batch = varlen ? args.cu_seqlens_q->size(0) - 1 : q.size(0);
   check_at_most("batch", batch, kMaxCount, "split the batch into calls");
-  check_lengths("cu_seqlens_q", args.cu_seqlens_q, batch + 1, "(batch + 1,)", q);
-  check_lengths("cu_seqlens_k", args.cu_seqlens_k, batch + 1, "the length of cu_seqlens_q", q);
-  check_lengths("seqused_q", args.seqused_q, batch, "(batch,)", q);
-  check_lengths("seqused_k", args.seqused_k, batch, "(batch,)", q);
+  check_lengths("cu_seqlens_q", args.cu_seqlens_q, {batch + 1}, "(batch + 1,)", q);
+  check_lengths("cu_seqlens_k", args.cu_seqlens_k, {batch + 1}, "the length of cu_seqlens_q", q);
+  check_lengths("seqused_q", args.seqused_q, {batch}, "(batch,)", q);
+  check_lengths("seqused_k", args.seqused_k, {batch}, "(batch,)", q);
   p.batch = static_cast<int>(batch);
   p.num_heads = static_cast<int>(q.size(-2));
   p.num_heads_k = static_cast<int>(k.size(-2));
@@ -188,8 +213,12 @@ void fill_shapes(AttnArgs& args, AttnParams& p) {
   p.head_dim_v = static_cast<int>(args.v->size(-1));
   fill_side("max_seqlen_q", p.side_q, q.size(varlen ? 0 : 1), args.cu_seqlens_q, args.seqused_q,
             args.max_seqlen_q);
-  fill_side("max_seqlen_k", p.side_k, k.size(varlen ? 0 : 1), args.cu_seqlens_k, args.seqused_k,
-            args.max_seqlen_k);
+  fill_side("max_seqlen_k", p.side_k,
+            args.paged() ? fill_pages(args.page_table, k, q, p) : k.size(varlen ? 0 : 1),
+            args.cu_seqlens_k, args.seqused_k, args.max_seqlen_k);
+  check_lengths("leftpad_k", args.leftpad_k, {batch}, "(batch,)", q);
+  if (args.leftpad_k)
+    p.side_k.leftpad = static_cast<const int32_t*>(args.leftpad_k->const_data_ptr());
 }
 
 void fill_scalars(const AttnArgs& args, AttnParams& p) {
@@ -300,7 +329,8 @@ uint32_t features_of(const AttnArgs& args, const AttnParams& p) {
   add(p.sinks.data, kSinks);
   add(p.dropout_threshold > 0, kDropout);
   add(args.seqused_q || args.seqused_k, kSeqused);
-  add(args.page_table.has_value(), kPaged);
+  add(args.paged(), kPaged);
+  add(args.leftpad_k.has_value(), kLeftpad);
   add(args.num_splits > 1, kSplits);
   add(p.head_dim != p.head_dim_v, kHeadDimV);
   add(p.deterministic, kDeterministic);
@@ -340,12 +370,6 @@ void AttnArgs::read_probs(Reader& reader) {
 }
 
 uint32_t prepare(AttnArgs& args, AttnParams& p) {
-  if (args.page_table) {  // k and v have another shape then: say so before judging it
-    const int head_dim = static_cast<int>(args.q->size(-1));
-    const int head_dim_v = static_cast<int>(args.v->size(-1));
-    throw std::runtime_error(
-        "flash: " + not_supported({Pass::kFwd, dtype_of(*args.q), head_dim, head_dim_v, kPaged}));
-  }
   check_cu_seqlens(args);
   check_qkv(args);
   fill_shapes(args, p);
@@ -354,10 +378,15 @@ uint32_t prepare(AttnArgs& args, AttnParams& p) {
   fill_heads(args, p);
   fill_dropout(args, p);
   for (OptTensor* t : {&args.q, &args.k, &args.v}) *t = contiguous_rows(**t);
-  p.q = view_of(*args.q, args.varlen());
-  p.k = view_of(*args.k, args.varlen());
-  p.v = view_of(*args.v, args.varlen());
+  fill_views(args, p);
   return features_of(args, p);
+}
+
+void fill_views(const AttnArgs& args, AttnParams& p) {
+  const bool packed_k = args.varlen() && !args.paged();
+  p.q = view_of(*args.q, args.varlen());
+  p.k = view_of(*args.k, packed_k);
+  p.v = view_of(*args.v, packed_k);
 }
 
 std::vector<int64_t> shape_of(const Tensor& t) {
@@ -383,7 +412,7 @@ void check_like(const char* name, const Tensor& t, const std::vector<int64_t>& s
   check_device(name, t, q);
   check_shape(name, t, shape, "as the forward gives it");
   if (t.scalar_type() != dtype)
-    refuse(name, " has dtype ", dtype_text(t), "; allowed is ", dtype_text(dtype),
+    refuse(name, " has dtype ", dtype_text(t), "; allowed is ", name_of(dtype),
            ", as the forward gives it");
 }
 

@@ -11,6 +11,7 @@
 #include <optional>
 #include <sstream>
 #include <stdexcept>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -20,6 +21,10 @@ namespace flash {
 
 using torch::stable::Tensor;
 using OptTensor = std::optional<Tensor>;
+
+constexpr int64_t kMaxHeadDim = 256;
+constexpr int64_t kMaxSeqlen = (int64_t{1} << 30) - 1;  // row and key numbers add up in 32 bits
+constexpr int64_t kMaxCount = (int64_t{1} << 31) - 1;   // batch and heads are 32-bit
 
 // Takes the arguments of a boxed call off the stack, in the schema's order.
 class Reader {
@@ -46,7 +51,7 @@ template <typename... Parts>
 struct AttnArgs {
   OptTensor q, k, v;
   OptTensor bias, alibi_slopes, sinks;
-  OptTensor cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, rng_state;
+  OptTensor cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, rng_state, leftpad_k;
   std::optional<int64_t> max_seqlen_q, max_seqlen_k;
   std::optional<double> softmax_scale;
   bool causal = false;
@@ -55,7 +60,8 @@ struct AttnArgs {
   bool deterministic = false;
   int64_t num_splits = 0;
 
-  bool varlen() const { return cu_seqlens_q.has_value(); }
+  bool varlen() const { return cu_seqlens_q.has_value(); }  // q is packed; k and v unless paged
+  bool paged() const { return page_table.has_value(); }
 
   void read_attn(Reader& reader);   // q, k, v are read by the caller; the rest of FLASH_ATTN_ARGS
   void read_probs(Reader& reader);  // what attn_probs takes after lse
@@ -67,10 +73,26 @@ uint32_t prepare(AttnArgs& args, AttnParams& params);
 
 // A tensor as rows of a head; the last dimension is contiguous after contiguous_rows.
 View view_of(const Tensor& t, bool varlen);
+void fill_views(const AttnArgs& args, AttnParams& params);  // of q, k and v
 Tensor contiguous_rows(const Tensor& t);
 Tensor as_contiguous(const Tensor& t);
 
 std::vector<int64_t> shape_of(const Tensor& t);
+
+// Checks of one tensor, by name; `meaning` and `layout` say what a shape stands for.
+void check_device(const char* name, const Tensor& t, const Tensor& q);
+void check_rank(const char* name, const Tensor& t, int64_t rank, const char* layout);
+void check_shape(const char* name, const Tensor& t, const std::vector<int64_t>& shape,
+                 const char* meaning);
+void check_at_most(const char* what, int64_t got, int64_t most, const char* remedy);
+// int32, made contiguous; null passes.
+void check_lengths(const char* name, OptTensor& t, const std::vector<int64_t>& shape,
+                   const char* meaning, const Tensor& q);
+std::string dtype_text(const Tensor& t);
+std::string shape_text(const std::vector<int64_t>& shape);
+// Checks a page table of `batch` sequences for the cache k and fills the params' pages; returns the
+// keys that a row of it can name.
+int64_t fill_pages(OptTensor& page_table, const Tensor& k, const Tensor& q, AttnParams& params);
 
 void check_like(const char* name, const Tensor& t, const std::vector<int64_t>& shape,
                 torch::headeronly::ScalarType dtype, const Tensor& q);

@@ -36,6 +36,8 @@ STABLE_TORCH_LIBRARY(flash, m) {
   m.def(flash::attn_backward_schema().c_str());
   m.def(flash::kAttnProbsSchema);
   m.def(flash::kMergeSchema);
+  m.def(flash::kCacheAppendSchema);
+  m.def(flash::kRotarySchema);
   m.def(flash::kExplainSchema);
   m.def(flash::kKernelsSchema);
   m.def(flash::kRegisterKernelsSchema);
@@ -45,6 +47,8 @@ STABLE_TORCH_LIBRARY_IMPL(flash, CPU, m) {
   m.impl("attn", flash::attn);
   m.impl("attn_backward", flash::attn_backward);
   m.impl("attn_probs", flash::attn_probs);
+  m.impl("cache_append", flash::cache_append);
+  m.impl("rotary", flash::rotary);
   m.impl("explain", flash::explain);
 }
 

@@ -44,6 +44,8 @@ STABLE_TORCH_LIBRARY_IMPL(flash, CUDA, m) {
   m.impl("attn", flash::attn);
   m.impl("attn_backward", flash::attn_backward);
   m.impl("attn_probs", flash::attn_probs);
+  m.impl("cache_append", flash::cache_append);
+  m.impl("rotary", flash::rotary);
   m.impl("explain", flash::explain);
   flash::register_table();
 }

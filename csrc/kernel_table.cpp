@@ -6,9 +6,9 @@ namespace flash {
 namespace {
 
 constexpr const char* kFeatureNames[kNumFeatures] = {
-    "varlen",     "gqa",           "window",  "softcap", "bias",          "bool_mask",
-    "alibi",      "sinks",         "dropout", "seqused", "page_table",    "num_splits",
-    "head_dim_v", "deterministic", "dlse",    "dbias",   "dalibi_slopes", "dsinks"};
+    "varlen", "gqa",     "window",        "softcap",    "bias",       "bool_mask",  "alibi",
+    "sinks",  "dropout", "seqused",       "page_table", "num_splits", "head_dim_v", "deterministic",
+    "dlse",   "dbias",   "dalibi_slopes", "dsinks",     "leftpad_k"};
 
 std::string feature_list(uint32_t features, const char* before, const char* after) {
   std::string text;
@@ -20,6 +20,10 @@ std::string feature_list(uint32_t features, const char* before, const char* afte
   return text;
 }
 
+bool has_too_many_rows(const KernelEntry& entry, const Problem& problem) {
+  return entry.most_rows > 0 && problem.rows > entry.most_rows && !(problem.features & kSplits);
+}
+
 void describe(std::ostream& out, const Problem& problem) {
   out << pass_name(problem.pass) << ", " << dtype_name(problem.dtype) << ", head_dim "
       << problem.head_dim << ", head_dim_v " << problem.head_dim_v;
@@ -29,7 +33,7 @@ void describe(std::ostream& out, const Problem& problem) {
 }  // namespace
 
 const char* pass_name(Pass pass) {
-  constexpr const char* kNames[] = {"forward", "backward", "probs"};
+  constexpr const char* kNames[] = {"forward", "backward", "probs", "append", "rotary"};
   return kNames[static_cast<int>(pass)];
 }
 
@@ -49,6 +53,8 @@ std::string why_not(const KernelEntry& entry, const Problem& problem) {
            << entry.head_dim_v;
   } else if (problem.features & ~entry.features) {
     reason << "lacks " << feature_names(problem.features & ~entry.features);
+  } else if (has_too_many_rows(entry, problem)) {
+    reason << "is for up to " << entry.most_rows << " query rows a key head";
   } else if (!entry.runs_here()) {
     reason << "is not for this processor (instructions or shared memory)";
   }
@@ -58,7 +64,8 @@ std::string why_not(const KernelEntry& entry, const Problem& problem) {
 bool serves(const KernelEntry& entry, const Problem& problem) {
   return entry.pass == problem.pass && entry.dtype == problem.dtype &&
          entry.head_dim >= problem.head_dim && entry.head_dim_v >= problem.head_dim_v &&
-         !(problem.features & ~entry.features) && entry.runs_here();
+         !(problem.features & ~entry.features) && !has_too_many_rows(entry, problem) &&
+         entry.runs_here();
 }
 
 const KernelEntry* find_kernel(const Problem& problem) {

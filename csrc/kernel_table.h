@@ -10,7 +10,7 @@
 
 namespace flash {
 
-enum class Pass : int { kFwd, kBwd, kProbs };
+enum class Pass : int { kFwd, kBwd, kProbs, kAppend, kRotary };
 
 // What a call can ask for beyond the plain product. Names are those of kernels.py and of messages.
 enum Feature : uint32_t {
@@ -32,8 +32,9 @@ enum Feature : uint32_t {
   kDbias = 1u << 15,
   kDalibi = 1u << 16,
   kDsinks = 1u << 17,
+  kLeftpad = 1u << 18,
 };
-constexpr int kNumFeatures = 18;
+constexpr int kNumFeatures = 19;
 
 struct Problem {
   Pass pass;
@@ -41,6 +42,7 @@ struct Problem {
   int head_dim;
   int head_dim_v;
   uint32_t features;
+  int64_t rows = 0;  // of queries that share a key head, at most: seqlen_q num_heads / num_heads_k
 };
 
 struct KernelEntry {
@@ -51,6 +53,8 @@ struct KernelEntry {
   int head_dim;    // largest that it serves
   int head_dim_v;  // likewise
   uint32_t features;
+  int most_rows;      // Problem::rows that it is meant for; 0: any. A call that asks for splits may
+                      // have more
   int row_alignment;  // bytes that every row of q, k, v (and dout, out) must start at a multiple of
   bool (*runs_here)();                     // the current device has what the code was compiled for
   size_t (*workspace)(const AttnParams&);  // bytes, 16-byte aligned; the kernel initialises them

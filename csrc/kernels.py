@@ -38,12 +38,15 @@ FEATURES = {
     "dbias": "kDbias",
     "dalibi_slopes": "kDalibi",
     "dsinks": "kDsinks",
+    "leftpad_k": "kLeftpad",
 }
 
 PASSES = {
     "fwd": ("kFwd", "FwdParams"),
     "bwd": ("kBwd", "BwdParams"),
     "probs": ("kProbs", "ProbsParams"),
+    "append": ("kAppend", "AppendParams"),
+    "rotary": ("kRotary", "RotaryParams"),
 }
 
 # name in a kernel's name: (DType, scalar type in csrc)
@@ -74,24 +77,10 @@ GPU_SMEM_KB = {
 EXACT_ARCHS = ("sm87", "sm90")  # machine code of these runs on no other
 BUILT_ARCHS = ("cpu", *GPU_SMEM_KB)
 
-PAGED = "paged keys are not built yet; gather the pages into contiguous k and v"
-NO_GPU_BACKWARD = "the backward has no GPU kernels yet; call it on CPU tensors"
 
 # (architecture, feature) -> why no kernel has it; shown by the error message.
 SKIP = {
-    ("cpu", "page_table"): PAGED,
-    **{
-        (arch, feature): reason
-        for arch in GPU_SMEM_KB
-        for feature, reason in {
-            "page_table": PAGED,
-            "num_splits": "split keys are not built yet; leave num_splits at 0",
-            "dlse": NO_GPU_BACKWARD,
-            "dbias": NO_GPU_BACKWARD,
-            "dalibi_slopes": NO_GPU_BACKWARD,
-            "dsinks": NO_GPU_BACKWARD,
-        }.items()
-    },
+    **{(arch, feature): reason for arch in GPU_SMEM_KB for feature, reason in {}.items()},
 }
 
 # Instruction sets of the CPU kernels, best first: the first one that the processor has is used.
@@ -113,16 +102,31 @@ COMMON = {
     "deterministic",
 }
 CPU_FEATURES = {
-    "fwd": COMMON | {"sinks", "dropout", "head_dim_v", "num_splits"},
+    "fwd": COMMON | {"sinks", "dropout", "head_dim_v", "num_splits", "page_table", "leftpad_k"},
     "bwd": COMMON | {"sinks", "dropout", "head_dim_v", "dlse", "dbias", "dalibi_slopes", "dsinks"},
     "probs": COMMON | {"sinks", "dropout", "head_dim_v"},  # no v: any head_dim_v will do
+    "append": {"varlen", "head_dim_v", "page_table"},
+    "rotary": {"varlen"},
 }
+# Passes that move numbers and compute little: one build of them does for every processor.
+CPU_PLAIN_PASSES = ("append", "rotary")
 
 
-# What the tile class (mma.sync) declares.
+# What each kind of kernel of the tile class (mma.sync) declares. Kinds of one pass stand in order
+# of preference: the first one that declares a call serves it.
+CACHE = {"page_table", "leftpad_k"}
 GPU_FEATURES = {
-    "fwd": COMMON | {"sinks", "dropout", "head_dim_v"},
+    "decode": COMMON | CACHE | {"sinks", "head_dim_v", "num_splits"},
+    "fwd": COMMON | {"sinks", "dropout", "head_dim_v", "leftpad_k"},
+    "fwd_paged": COMMON | CACHE | {"sinks", "dropout", "head_dim_v"},
+    "bwd": COMMON | {"sinks", "dropout", "head_dim_v", "dlse", "dbias", "dalibi_slopes", "dsinks"},
+    "append": {"varlen", "head_dim_v", "page_table"},
+    "rotary": {"varlen"},
 }
+# kind -> (pass, file of csrc/cuda/tile), where they are not the kind's own name.
+GPU_KINDS = {"decode": ("fwd", "decode"), "fwd_paged": ("fwd", "fwd")}
+GPU_MOST_ROWS = {"decode": 64}  # query rows a key head; with more, the forward reads fewer bytes
+GPU_ANY_HEAD_DIM = ("append", "rotary")  # one bucket
 GPU_DTYPES = ("bf16", "fp16")
 GPU_HEAD_DIMS = (64, 96, 128, 192, 256)  # buckets; smaller dims are predicated in the kernel
 
@@ -142,12 +146,14 @@ class Kernel:
 
     name: str
     arch: str
+    kind: str  # what of a pass it is for; most often the pass itself
     pass_: str
     dtype: str
     head_dim: int  # largest that it serves, of q and k
     head_dim_v: int  # of v
     features: frozenset[str]
     row_alignment: int  # bytes
+    most_rows: int  # query rows a key head that it is meant for; 0: any
     suffix: str  # of the translation unit
     prelude: str  # its first lines
     runs: str  # whether this code runs on the current device
@@ -186,8 +192,8 @@ class Kernel:
             f'    {{"{self.name}", "{self.arch}", Pass::{PASSES[self.pass_][0]},\n'
             f"     DType::{DTYPES[self.dtype][0]}, {self.head_dim}, {self.head_dim_v},\n"
             f"     {features},\n"
-            f"     {self.row_alignment}, runs_{self.name}, workspace_{self.name}, "
-            f"launch_{self.name}}},\n"
+            f"     {self.most_rows}, {self.row_alignment}, runs_{self.name}, "
+            f"workspace_{self.name}, launch_{self.name}}},\n"
         )
 
 
@@ -198,12 +204,14 @@ def cpu_kernels(machine: str) -> list[Kernel]:
         Kernel(
             name=f"cpu_{pass_}_{dtype}_{isa}",
             arch="cpu",
+            kind=pass_,
             pass_=pass_,
             dtype=dtype,
             head_dim=256,
             head_dim_v=256,
             features=frozenset(CPU_FEATURES[pass_]),
             row_alignment=1,
+            most_rows=0,
             suffix=".cpp",
             prelude=(
                 f'#define FLASH_CPU_ISA isa_{isa}\n#include "cpu/{pass_}.h"\n#include "cpu/isa.h"\n'
@@ -216,6 +224,7 @@ def cpu_kernels(machine: str) -> list[Kernel]:
         )
         for isa, flags in isas.items()
         for pass_ in PASSES
+        if isa == "generic" or pass_ not in CPU_PLAIN_PASSES
         for dtype in DTYPES
     ]
 
@@ -244,12 +253,14 @@ def hopper_kernels() -> list[Kernel]:
         Kernel(
             name=f"sm90_wgmma_{pass_}_{dtype}_d{dim}" + (f"_v{dim_v}" if dim_v != dim else ""),
             arch="sm90",
+            kind=f"wgmma_{pass_}",
             pass_=pass_,
             dtype=dtype,
             head_dim=dim,
             head_dim_v=dim_v,
             features=frozenset(HOPPER_FEATURES[pass_]),
             row_alignment=16,
+            most_rows=0,
             suffix=".cu",
             prelude=f'#include "cuda/sm90/{pass_}.cuh"\n#include "kernel_table.h"\n',
             runs=gpu_runs("sm90", newest=False),
@@ -265,32 +276,47 @@ def hopper_kernels() -> list[Kernel]:
 
 def tile_kernels(arch: str, newest: bool) -> list[Kernel]:
     smem = GPU_SMEM_KB[arch]
-    return [
-        Kernel(
-            name=f"{arch}_{pass_}_{dtype}_d{head_dim}",
+    runs = gpu_runs(arch, newest)
+
+    def kernel(kind: str, dtype: str, head_dim: int) -> Kernel:
+        pass_, file = GPU_KINDS.get(kind, (kind, kind))
+        plain = kind in GPU_ANY_HEAD_DIM
+        types = DTYPES[dtype][1] + ("" if plain else f", {head_dim}, {smem}")
+        return Kernel(
+            name=f"{arch}_{kind}_{dtype}_d{head_dim}",
             arch=arch,
+            kind=kind,
             pass_=pass_,
             dtype=dtype,
             head_dim=head_dim,
             head_dim_v=head_dim,
-            features=frozenset(GPU_FEATURES[pass_]),
-            row_alignment=16,
+            features=frozenset(GPU_FEATURES[kind]),
+            row_alignment=1 if plain else 16,
+            most_rows=GPU_MOST_ROWS.get(kind, 0),
             suffix=".cu",
-            prelude=f'#include "cuda/tile/{pass_}.cuh"\n#include "kernel_table.h"\n',
-            runs=gpu_runs(arch, newest),
-            workspace=f"cuda::{pass_}_workspace",
-            call=f"cuda::{pass_}<{DTYPES[dtype][1]}, {head_dim}, {smem}>",
+            prelude=f'#include "cuda/tile/{file}.cuh"\n#include "kernel_table.h"\n',
+            runs=runs,
+            workspace=f"cuda::{kind}_workspace<{types}>",
+            call=f"cuda::{kind}<{types}>",
             flags=gpu_flags(arch, newest),
         )
-        for pass_ in GPU_FEATURES
+
+    return [
+        kernel(kind, dtype, head_dim)
+        for kind in GPU_FEATURES
         for dtype in GPU_DTYPES
-        for head_dim in GPU_HEAD_DIMS
+        for head_dim in (GPU_HEAD_DIMS[-1:] if kind in GPU_ANY_HEAD_DIM else GPU_HEAD_DIMS)
     ]
 
 
 def gpu_kernels(arch: str, newest: bool) -> list[Kernel]:
-    """In order of preference."""
-    return [*(hopper_kernels() if arch == "sm90" else []), *tile_kernels(arch, newest)]
+    """In order of preference: what is meant for few rows, Hopper's own, the tile class."""
+    tile = tile_kernels(arch, newest)
+    return [
+        *(kernel for kernel in tile if kernel.most_rows),
+        *(hopper_kernels() if arch == "sm90" else []),
+        *(kernel for kernel in tile if not kernel.most_rows),
+    ]
 
 
 def arch_number(arch: str) -> int:
@@ -340,12 +366,24 @@ def table_source(rows: list[Kernel]) -> str:
     )
 
 
+# What the README calls the kinds.
+SUPPORT_KINDS = {
+    "fwd": "forward",
+    "fwd_paged": "forward over pages",
+    "decode": "forward of few rows, or in splits",
+    "bwd": "backward",
+    "probs": "probabilities",
+    "append": "append to a cache",
+    "rotary": "rotary",
+}
+
+
 def support_rows() -> list[dict[str, str]]:
-    """What is declared, for people: one row a backend, pass and feature set."""
+    """What is declared, for people: one row a backend, kind and feature set."""
     rows = []
     for backend, arch in (("cpu", "cpu"), ("cuda, sm80 and later", "sm80")):
-        for pass_, title in (("fwd", "forward"), ("bwd", "backward"), ("probs", "probabilities")):
-            chosen = [kernel for kernel in kernels(arch) if kernel.pass_ == pass_]
+        for kind, title in SUPPORT_KINDS.items():
+            chosen = [kernel for kernel in kernels(arch) if kernel.kind == kind]
             if not chosen:
                 continue
             declared = [name for name in FEATURES if all(name in k.features for k in chosen)]

@@ -9,6 +9,7 @@
 #include <cstdint>
 
 #include "common/number.h"
+#include "common/rotary.h"
 #include "common/score.h"
 #include "common/seqlen.h"
 
@@ -54,10 +55,25 @@ struct HeadValues {
   }
 };
 
+// Where paged keys lie: key j of sequence b is row j % page_size of page table[b, j / page_size].
+struct Pages {
+  const int32_t* table = nullptr;  // (batch, max_pages), contiguous; null: k and v are not paged
+  int max_pages = 0;
+  int num_pages = 0;
+  int page_size = 1;
+
+  FLASH_HD bool is_on() const { return table != nullptr; }
+  // Clamped, never trusted: a bad entry reads some page, never outside of k and v.
+  FLASH_HD int page(int batch, int index) const {
+    return clamp_to(table[static_cast<int64_t>(batch) * max_pages + index], 0, num_pages - 1);
+  }
+};
+
 // Shared by every pass.
 struct AttnParams {
   View q;  // (batch, seqlen_q, num_heads, head_dim) or (total_q, num_heads, head_dim)
-  View k;  // (batch, seqlen_k, num_heads_k, head_dim) or (total_k, num_heads_k, head_dim)
+  View k;  // (batch, seqlen_k, num_heads_k, head_dim), (total_k, num_heads_k, head_dim), or paged
+           // (num_pages, page_size, num_heads_k, head_dim)
   View v;  // the same with head_dim_v
 
   int batch = 0;
@@ -67,6 +83,7 @@ struct AttnParams {
   int head_dim_v = 0;
   SeqSide side_q{};
   SeqSide side_k{};
+  Pages pages;  // of k and v
 
   double softmax_scale = 0;  // of the caller's head_dim
   double softcap = 0;        // 0: off
@@ -82,6 +99,12 @@ struct AttnParams {
 
   FLASH_HD int group() const { return num_heads / num_heads_k; }
 
+  // Key j of sequence b, as an element offset into k or v.
+  FLASH_HD int64_t key_at(const View& view, int b, const SeqInfo& seq, int j, int head_k) const {
+    if (!pages.is_on()) return view.at(b, seq.offset_k + j, head_k);
+    return view.at(pages.page(b, j / pages.page_size), j % pages.page_size, head_k);
+  }
+
   // lse, delta and the like are (batch, num_heads, seqlen_q), or (num_heads, total_q) when packed.
   FLASH_HD int64_t row_index(int b, int head, const SeqInfo& seq, int i) const {
     const int64_t sequence = side_q.cu_seqlens ? 0 : b;
@@ -95,8 +118,11 @@ struct AttnParams {
 struct FwdParams : AttnParams {
   View out;             // like q with head_dim_v
   void* lse = nullptr;  // acc, see row_index; natural log
-  int num_splits = 1;   // parts that the keys of a row are split into, merged by lse
+  int num_splits = 0;   // parts that the keys of a row are split into; 0: as the kernel likes
   void* workspace = nullptr;
+
+  // Of a kernel that does not choose.
+  FLASH_HD int splits() const { return max_of(num_splits, 1); }
 };
 
 struct BwdParams : AttnParams {
@@ -119,6 +145,79 @@ struct BwdParams : AttnParams {
 struct ProbsParams : AttnParams {
   const void* lse = nullptr;  // acc, see row_index
   void* probs = nullptr;      // (batch, num_heads, max_seqlen_q, max_seqlen_k) of q's type
+};
+
+// One row of queries or of new keys: the sequence that it belongs to and its place there.
+struct SeqRow {
+  int batch;
+  int dense_batch;  // what View::at takes: 0 for a packed tensor
+  int64_t row;      // likewise
+  int index;        // inside the sequence
+  bool is_inside;   // false: the row belongs to no sequence
+};
+
+// Shared by what works row by row: q, or the new keys, by side_q.
+struct RowParams : AttnParams {
+  FLASH_HD int64_t num_new_rows() const {
+    return side_q.cu_seqlens ? side_q.total : batch * side_q.total;
+  }
+  FLASH_HD SeqRow find_row(int64_t at) const {
+    if (!side_q.cu_seqlens) {
+      const int b = static_cast<int>(at / side_q.total);
+      const int64_t row = at % side_q.total;
+      return {b, b, row, static_cast<int>(row), true};
+    }
+    const int b = side_q.sequence_of(at, batch);
+    const int64_t index = at - side_q.offset(b);
+    return {b, 0, at, static_cast<int>(index), index >= 0 && index < side_q.length(b)};
+  }
+};
+
+// Rotary embedding of q (batch, seqlen, num_heads, head_dim), or packed, into out, likewise.
+struct RotaryParams : RowParams {
+  View out;
+  Rotary rotary;
+  const int32_t* offsets = nullptr;  // (batch,) position of each sequence's first row; null: 0
+
+  FLASH_HD int64_t position(const SeqRow& row) const {
+    return row.index + (offsets ? static_cast<int64_t>(offsets[row.batch]) : 0);
+  }
+};
+
+// Where a new key goes.
+struct NewRow {
+  int batch_new;  // dense_batch of the new tensors
+  int64_t row;
+  int batch_cache;  // page, or sequence of a dense cache
+  int row_cache;
+  int64_t position;  // for the rotation
+  bool is_written;
+};
+
+// New keys and values into the caches k and v, in place, at cache_seqlens.
+struct AppendParams : RowParams {
+  View new_k;  // (batch, seqlen_new, num_heads_k, head_dim), or packed (total, …)
+  View new_v;  // the same with head_dim_v
+  Rotary rotary;
+  const int32_t* cache_seqlens = nullptr;  // (batch,) keys before the new ones
+  int32_t* seqused_k = nullptr;            // (batch,) written: keys in use afterwards
+
+  FLASH_HD int64_t used_before(int b) const { return max_of(cache_seqlens[b], 0); }
+  FLASH_HD int32_t used_after(int b) const {
+    return static_cast<int32_t>(min_of<int64_t>(used_before(b) + side_q.length(b), side_k.total));
+  }
+  FLASH_HD NewRow locate(int64_t at) const {
+    const SeqRow row = find_row(at);
+    const int64_t key = used_before(row.batch) + row.index;
+    NewRow to = {row.dense_batch,       row.row, row.batch,
+                 static_cast<int>(key), key,     row.is_inside && key < side_k.total};
+    if (!to.is_written || !pages.is_on()) return to;
+    to.batch_cache =
+        pages.table[static_cast<int64_t>(row.batch) * pages.max_pages + key / pages.page_size];
+    to.row_cache = static_cast<int>(key % pages.page_size);
+    to.is_written = to.batch_cache >= 0 && to.batch_cache < pages.num_pages;
+    return to;
+  }
 };
 
 // Where a kernel runs: a stream on a GPU, torch's threads on a CPU.

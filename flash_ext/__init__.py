@@ -40,7 +40,7 @@ def _refuse_gpu_tensors(reason: str) -> torch.library.Library:
         raise RuntimeError(f"flash: no kernel for GPU tensors: {reason}")
 
     library = torch.library.Library("flash", "IMPL")
-    for name in ("attn", "attn_backward", "attn_probs", "explain"):
+    for name in ("attn", "attn_backward", "attn_probs", "cache_append", "rotary", "explain"):
         library.impl(name, refuse, "CUDA")  # ROCm builds of torch use the same key
     return library
 
@@ -87,10 +87,13 @@ from .interface import (  # noqa: E402
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
 )
+from .kvcache import apply_rotary_emb, flash_attn_with_kvcache  # noqa: E402
 from .padding import pad_input, unpad_input  # noqa: E402
+from .sdpa import route_sdpa, scaled_dot_product_attention  # noqa: E402
 
 __all__ = [
     "__version__",
+    "apply_rotary_emb",
     "attention",
     "attn_probs",
     "check_inputs",
@@ -101,8 +104,11 @@ __all__ = [
     "flash_attn_varlen_func",
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
     "kernels",
     "merge",
     "pad_input",
+    "route_sdpa",
+    "scaled_dot_product_attention",
     "unpad_input",
 ]

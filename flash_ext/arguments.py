@@ -15,7 +15,7 @@ MAX_PROBS = 2**28
 
 _TENSOR_NAMES = (
     *("bias", "alibi_slopes", "sinks", "cu_seqlens_q", "cu_seqlens_k"),
-    *("seqused_q", "seqused_k", "page_table", "rng_state"),
+    *("seqused_q", "seqused_k", "page_table", "rng_state", "leftpad_k"),
 )
 
 
@@ -130,6 +130,7 @@ def operator_arguments(
     dropout_p,
     deterministic,
     num_splits,
+    leftpad_k=None,
     window_name="window",
     draw_rng_state=_draw_rng_state,
     probs=False,
@@ -140,7 +141,7 @@ def operator_arguments(
             raise type_error(name, x, "a torch.Tensor", "convert it with torch.as_tensor")
     optional = (
         *(bias, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k),
-        *(seqused_q, seqused_k, page_table, rng_state),
+        *(seqused_q, seqused_k, page_table, rng_state, leftpad_k),
     )
     for name, x in zip(_TENSOR_NAMES, optional, strict=True):
         if x is not None and not isinstance(x, Tensor):
@@ -168,6 +169,7 @@ def operator_arguments(
         *(softmax_scale, causal, window_left, window_right, softcap, dropout_p),
         deterministic or torch.are_deterministic_algorithms_enabled(),
         _as_int("num_splits", num_splits),
+        leftpad_k,
     )
 
 

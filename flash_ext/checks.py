@@ -53,6 +53,19 @@ def _check_seqused(name: str, seqused, lengths, capacity: str) -> None:
         )
 
 
+def _check_pages(page_table, k, lengths) -> None:
+    num_pages, page_size = k.shape[:2]
+    first = torch.arange(page_table.shape[1], device=k.device) * page_size
+    bad = (first < lengths[:, None]) & ((page_table < 0) | (page_table >= num_pages))
+    if bad.any():
+        b, i = bad.nonzero()[0].tolist()
+        raise ValueError(
+            f"page_table[{b}, {i}] is {int(page_table[b, i])} but k has {num_pages} pages; the "
+            f"pages of the {int(lengths[b])} keys in use must be 0 to {num_pages - 1}: correct the "
+            "entry, or seqused_k"
+        )
+
+
 def _check_max_seqlen(name: str, max_seqlen, lengths) -> None:
     i = _first(lengths > int(max_seqlen))
     if i is not None:
@@ -85,11 +98,13 @@ def check_inputs(
     rng_state=None,
     deterministic=False,
     num_splits=0,
+    leftpad_k=None,
 ) -> None:
     """Checks `attention`'s arguments, those that lie on the device too, and waits for them.
 
     Beyond what `attention` checks on every call: cu_seqlens begin with 0, never fall, stay within
-    the tensor and make sequences no longer than max_seqlen; seqused are within their sequences;
+    the tensor and make sequences no longer than max_seqlen; seqused are within their sequences,
+    leftpad_k within the keys in use; the entries of page_table that are in use name pages;
     bias, alibi_slopes and sinks hold no value that makes rows NaN.
 
     Raises:
@@ -113,12 +128,16 @@ def check_inputs(
         rng_state=rng_state,
         deterministic=deterministic,
         num_splits=num_splits,
+        leftpad_k=leftpad_k,
     )
     if cu_seqlens_q is None:
         lengths_q = torch.full((q.shape[0],), q.shape[1], device=q.device)
     else:
         lengths_q = _check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, q.shape[0])
-    if cu_seqlens_k is None:
+    if page_table is not None:
+        capacity = page_table.shape[1] * k.shape[1]
+        lengths_k = torch.full((page_table.shape[0],), capacity, device=k.device)
+    elif cu_seqlens_k is None:
         lengths_k = torch.full((k.shape[0],), k.shape[1], device=k.device)
     else:
         lengths_k = _check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, k.shape[0])
@@ -126,10 +145,16 @@ def check_inputs(
         _check_seqused("seqused_q", seqused_q, lengths_q, "rows")
     if seqused_k is not None:
         _check_seqused("seqused_k", seqused_k, lengths_k, "keys")
+    if page_table is not None:
+        _check_pages(page_table, k, lengths_k if seqused_k is None else seqused_k.long())
+    if leftpad_k is not None:
+        used = lengths_k if seqused_k is None else seqused_k.long()
+        _check_seqused("leftpad_k", leftpad_k, used, "keys")
     if max_seqlen_q is not None:
         _check_max_seqlen("max_seqlen_q", max_seqlen_q, lengths_q)
     if max_seqlen_k is not None:
-        _check_max_seqlen("max_seqlen_k", max_seqlen_k, lengths_k)
+        used = lengths_k if seqused_k is None else lengths_k.minimum(seqused_k.long())
+        _check_max_seqlen("max_seqlen_k", max_seqlen_k, lengths_k if page_table is None else used)
     for name, x in (("bias", bias), ("alibi_slopes", alibi_slopes), ("sinks", sinks)):
         if x is None or x.dtype == torch.bool:
             continue

@@ -9,7 +9,7 @@ import json
 import torch
 from torch import Tensor
 
-from . import ops
+from . import nested, ops
 from .arguments import as_float, check_probs_size, operator_arguments, probs_arguments, type_error
 
 
@@ -36,13 +36,15 @@ def attention(
     rng_state=None,
     deterministic=False,
     num_splits=0,
+    leftpad_k=None,
     return_lse=False,
 ):
     """Exact attention, dense or over packed sequences: softmax(scale q k^T + …) v.
 
     Args:
         q: (batch, seqlen_q, num_heads, head_dim); packed (total_q, num_heads, head_dim).
-            transpose(1, 2) SDPA's (batch, heads, seqlen, head_dim).
+            transpose(1, 2) SDPA's (batch, heads, seqlen, head_dim). With q, k and v jagged nested
+            tensors (batch, seqlen, num_heads, head_dim), out is one too.
         k: (batch, seqlen_k, num_heads_k, head_dim); packed (total_k, num_heads_k, head_dim).
             num_heads is a multiple of num_heads_k, and query head h reads key head
             h // (num_heads // num_heads_k).
@@ -55,8 +57,9 @@ def attention(
         sinks: (num_heads,), any float dtype: a logit that takes part in the softmax alone.
         cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32, where the packed sequences begin and end.
         seqused_q, seqused_k: (batch,) int32, shorten sequences without moving them.
-        page_table: (batch, max_pages) int32; k and v are then (num_pages, page_size, …). No
-            kernel serves it in this version: RuntimeError by name.
+        page_table: (batch, max_pages) int32; k and v are then (num_pages, page_size, …) and key j
+            of sequence b is row j % page_size of page page_table[b, j // page_size], its length
+            seqused_k (None: all pages). q may be packed, by cu_seqlens_q alone. Without gradients.
         max_seqlen_q, max_seqlen_k: the longest sequence, an int or a tensor of one integer
             (read back). None: the total.
         softmax_scale: default 1 / sqrt(head_dim).
@@ -70,6 +73,8 @@ def attention(
         deterministic: the backward gives the same bits in every run; also on under
             torch.use_deterministic_algorithms(True).
         num_splits: parts that the keys are split into, 0 to choose from the shapes.
+        leftpad_k: (batch,) int32, how many keys at the beginning of each sequence are hidden; no
+            diagonal moves. Without gradients.
         return_lse: whether to return lse too.
 
     Returns:
@@ -86,11 +91,22 @@ def attention(
     Lengths on the device are not read back; flash_ext.check_inputs does. Source: Dao et al.,
     FlashAttention (2022) and FlashAttention-2 (2023); ALiBi: Press et al. (2021).
     """
+    if isinstance(q, Tensor) and q.is_nested:
+        nested.refuse_lengths(
+            *(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table),
+            *(max_seqlen_q, max_seqlen_k),
+        )
+        out, lse = nested.attention(
+            *(q, k, v, bias, alibi_slopes, sinks, rng_state, softmax_scale, causal, window),
+            *(softcap, dropout_p, deterministic, num_splits),
+        )
+        return (out, lse) if return_lse else out
     out, lse = ops.call_attn(
         operator_arguments(
             *(q, k, v, bias, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k),
             *(seqused_q, seqused_k, page_table, rng_state, max_seqlen_q, max_seqlen_k),
             *(softmax_scale, causal, window, softcap, dropout_p, deterministic, num_splits),
+            leftpad_k,
         )
     )
     return (out, lse) if return_lse else out
@@ -202,6 +218,7 @@ def explain(
     rng_state=None,
     deterministic=False,
     num_splits=0,
+    leftpad_k=None,
     backward=False,
 ) -> str:
     """Which kernel serves `attention` on these arguments and, for the others, why not.
@@ -215,12 +232,13 @@ def explain(
 
     Raises:
         TypeError, ValueError: as `attention`. A call that no kernel serves is described, not
-            refused, but for page_table, which is a RuntimeError.
+            refused.
     """
     args = operator_arguments(
         *(q, k, v, bias, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k),
         *(seqused_q, seqused_k, page_table, rng_state, max_seqlen_q, max_seqlen_k),
         *(softmax_scale, causal, window, softcap, dropout_p, deterministic, num_splits),
+        leftpad_k,
         draw_rng_state=lambda q: q.new_zeros(2, dtype=torch.int64),
     )
     return ops.explain(*args, backward)

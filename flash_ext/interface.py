@@ -32,9 +32,18 @@ def _flash_attn(
     return_attn_probs,
 ):
     """out, or (out, softmax_lse, S_dmask)."""
+    seqused_k = None
+    if page_table is not None:
+        if return_attn_probs:
+            raise NotImplementedError(
+                "return_attn_probs is True with block_table, but no kernel reads probabilities off "
+                "pages; leave it out, or gather the pages into contiguous k and v"
+            )
+        if isinstance(cu_seqlens_k, Tensor) and cu_seqlens_k.dim() == 1:
+            cu_seqlens_k, seqused_k = None, cu_seqlens_k.diff()
     args = operator_arguments(
         *(q, k, v, bias, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k),
-        *(None, None, page_table, None, max_seqlen_q, max_seqlen_k),
+        *(None, seqused_k, page_table, None, max_seqlen_q, max_seqlen_k),
         *(softmax_scale, causal, window_size, softcap, dropout_p, deterministic, 0),
         window_name="window_size",
         probs=bool(return_attn_probs),
@@ -194,8 +203,9 @@ def flash_attn_varlen_func(
         return_attn_probs: as `flash_attn_func`, but refused under torch.compile with a tensor
             max_seqlen, which would not be the shape's. For lse alone call
             flash_ext.attention(…, return_lse=True).
-        block_table: (batch, max_pages) int32, `attention`'s page_table, as errors call it; no
-            kernel serves it in this version: RuntimeError by name.
+        block_table: (batch, max_pages) int32, `attention`'s page_table, as errors call it;
+            cu_seqlens_k then gives the sequences' lengths alone, by its differences. Without
+            gradients and return_attn_probs.
         The others: as `flash_attn_func`.
 
     Returns:

@@ -25,12 +25,14 @@ _lib = torch.library.Library("flash", "IMPL")
 attn = torch.ops.flash.attn.default
 attn_backward = torch.ops.flash.attn_backward.default
 attn_probs = torch.ops.flash.attn_probs.default
+cache_append = torch.ops.flash.cache_append.default
+rotary = torch.ops.flash.rotary.default
 merge = torch.ops.flash.merge.default
 explain = torch.ops.flash.explain.default
 kernels = torch.ops.flash.kernels.default
 
 # flash::attn begins with the tensors that can have a gradient (q, k, v, bias, alibi_slopes,
-# sinks), then come the other tensors (cu_seqlens_q … rng_state), then the scalars.
+# sinks), then come the other tensors (cu_seqlens_q … rng_state), then the scalars and leftpad_k.
 NUM_DIFFERENTIABLE = 6
 NUM_TENSORS = 12
 
@@ -68,12 +70,13 @@ def _fake(op):
                 for name, x in (*zip(names, args, strict=False), *kwargs.items())
                 if isinstance(x, torch.Tensor)
             ]
-            q = dict(tensors)["q"]
+            main = "q" if "q" in names else names[0]
+            device = dict(tensors)[main].device
             for name, x in tensors:
-                if x.device != q.device:
+                if x.device != device:
                     raise ValueError(
-                        f"flash: {name} is on {x.device} and q on {q.device}; move it there with "
-                        f"{name}.to(q.device)"
+                        f"flash: {name} is on {x.device} and {main} on {device}; move it there "
+                        f"with {name}.to({main}.device)"
                     )
             return function(*args, **kwargs)
 
@@ -249,17 +252,18 @@ def _mapped_first(tensors, dims):
     ]
 
 
-def _fold_into_batch(size, tensors, dims, dropout_p, needed=(False,) * NUM_DIFFERENTIABLE):
+def _fold_into_batch(size, tensors, dims, scalars, needed=(False,) * NUM_DIFFERENTIABLE):
     """flash::attn's tensors with the mapped dimension as part of the batch; None where impossible.
 
-    It is impossible when sequences are packed; with dropout, whose mask depends on the place in
-    the batch; and when a tensor that all of the batch shares differs, or needs its gradient, per
-    slice.
+    It is impossible when sequences are packed, paged or padded at the left; with dropout, whose
+    mask depends on the place in the batch; and when a tensor that all of the batch shares differs,
+    or needs its gradient, per slice.
     """
     q, k, v, bias, slopes, sinks, cu_q, cu_k, used_q, used_k, pages, _ = _mapped_first(
         tensors, dims
     )
-    if cu_q is not None or cu_k is not None or pages is not None or dropout_p > 0:
+    dropout_p, leftpad = scalars[7], scalars[10:]
+    if any(x is not None for x in (cu_q, cu_k, pages, *leftpad)) or dropout_p > 0:
         return None
     batch = q.shape[1]
     *_, need_bias, need_slopes, need_sinks = needed
@@ -312,7 +316,13 @@ class _Attn(torch.autograd.Function):
         q, k, v, out, lse, *tensors = ctx.saved_tensors
         if dout is None:
             dout = out.new_zeros(()).expand(out.shape)
-        *scalars, deterministic, num_splits = ctx.scalars
+        *scalars, deterministic, num_splits, leftpad_k = ctx.scalars
+        for name, x in (("page_table", tensors[-2]), ("leftpad_k", leftpad_k)):
+            if x is not None:
+                raise NotImplementedError(
+                    f"flash::attn with {name} has no gradient, it serves caches: call it under "
+                    "torch.no_grad(), or gather the keys into contiguous k and v"
+                )
         deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
         needed = ctx.needs_input_grad[:NUM_DIFFERENTIABLE]
         args = (dout, dlse, q, k, v, out, lse, *tensors)
@@ -357,7 +367,7 @@ def call_attn(args):
 @_vmap(attn)
 def _attn_vmap(size, dims, *args):
     tensors, scalars = args[:NUM_TENSORS], args[NUM_TENSORS:]
-    folded = _fold_into_batch(size, tensors, dims[:NUM_TENSORS], dropout_p=scalars[-3])
+    folded = _fold_into_batch(size, tensors, dims[:NUM_TENSORS], scalars)
     if folded is None:
         return _loop(attn, size, dims, args)
     batch = _batch_of(args[0], dims[0])
@@ -393,7 +403,7 @@ def _attn_backward_vmap(size, dims, *args):
     rows, tensors, scalars = split(args)
     rows_dims, tensors_dims, _ = split(dims)
     needed = args[-1]
-    folded = _fold_into_batch(size, tensors, tensors_dims, scalars[-3], needed)
+    folded = _fold_into_batch(size, tensors, tensors_dims, scalars, needed)
     if folded is None:
         return _loop(attn_backward, size, dims, args)
     batch = _batch_of(tensors[0], tensors_dims[0])
@@ -490,6 +500,76 @@ def _merge(out_a, lse_a, out_b, lse_b):
 _lib.impl("merge", _merge, "CompositeImplicitAutograd")
 # vmap would run the composite as a black box, slice by slice, unless told to look inside.
 _lib.impl("merge", _merge, "FuncTorchBatchedDecomposition")
+
+
+# ---- flash::cache_append -------------------------------------------------------------------------
+
+
+@_fake(cache_append)
+def _cache_append_fake(k_cache, v_cache, k, v, cache_seqlens, *rest):
+    """seqused_k (batch,): cache_seqlens and the new keys, at most the capacity."""
+    return cache_seqlens.new_empty(cache_seqlens.shape)
+
+
+def _cache_append_autograd(keyset, *args):
+    _refuse_forward_mode(cache_append, args)
+    if torch.is_grad_enabled() and _any_requires_grad(*args[:4]):
+        raise NotImplementedError(
+            "flash::cache_append has no derivative: call it under torch.no_grad() or "
+            "torch.inference_mode(), or detach k and v"
+        )
+    torch.autograd.graph.increment_version(args[:2])
+    return _redispatch(cache_append, keyset, args)
+
+
+_lib.impl("cache_append", _cache_append_autograd, "Autograd", with_keyset=True)
+
+# ---- flash::rotary -------------------------------------------------------------------------------
+
+
+@_fake(rotary)
+def _rotary_fake(x, *rest):
+    return x.new_empty(x.shape)
+
+
+class _Rotary(torch.autograd.Function):
+    """The gradient of flash::rotary: the same turn backwards. cos and sin have none."""
+
+    @staticmethod
+    def forward(ctx, x, keyset, rest):
+        ctx.save_for_backward(*rest[:4])
+        ctx.interleaved, ctx.conjugate = rest[4:]
+        return _redispatch_from_function(rotary, keyset, (x, *rest))
+
+    @staticmethod
+    def backward(ctx, grad):
+        return rotary(grad, *ctx.saved_tensors, ctx.interleaved, not ctx.conjugate), None, None
+
+
+_apply_rotary = _apply_of(_Rotary)
+_rotary_defaults = tuple(a.default_value for a in rotary._schema.arguments)
+
+
+def _rotary_autograd(keyset, *args):
+    args += _rotary_defaults[len(args) :]
+    _refuse_forward_mode(rotary, args[:3])
+    if torch.is_grad_enabled():
+        if _any_requires_grad(*args[1:3]):
+            raise NotImplementedError(
+                "flash::rotary has no gradient of cos and sin: detach them, or rotate with torch's "
+                "own operators"
+            )
+        if _any_requires_grad(args[0]):
+            return _apply_rotary(args[0], keyset, args[1:])
+    return _redispatch(rotary, keyset, args)
+
+
+_lib.impl("rotary", _rotary_autograd, "Autograd", with_keyset=True)
+
+
+@_vmap(rotary)
+def _rotary_vmap(size, dims, *args):
+    return _loop(rotary, size, dims, args)
 
 
 # ---- flash::explain ------------------------------------------------------------------------------

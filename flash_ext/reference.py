@@ -119,9 +119,10 @@ def _diagonal_offset(seqlen_q, seqlen_k, device):
     return torch.arange(seqlen_k, device=device)[None] - rows
 
 
-def _visible(offset, bias, causal, window_left, window_right):
+def _visible(offset, bias, causal, window_left, window_right, leftpad=0):
     """Which row sees which key: bool (num_heads|1, seqlen_q, seqlen_k)."""
     seen = torch.ones_like(offset, dtype=torch.bool)
+    seen[:, :leftpad] = False
     if causal:
         seen = seen & (offset <= 0)
     if window_left >= 0:
@@ -258,7 +259,17 @@ def _assemble(parts, rows, q, fill):
 
 
 def _score_blocks(
-    q, k, bias, alibi_slopes, rng_state, softmax_scale, causal, window, softcap, dropout_p
+    q,
+    k,
+    bias,
+    alibi_slopes,
+    rng_state,
+    softmax_scale,
+    causal,
+    window,
+    softcap,
+    dropout_p,
+    leftpad_k=None,
 ):
     """Sequence by sequence, for lists q and k of pieces: (scores, seen, kept or None)."""
     if dropout_p > 0 and rng_state is None:
@@ -271,7 +282,8 @@ def _score_blocks(
         k_ = k_.repeat_interleave(num_heads // k_.shape[0], dim=0)
         bias_ = None if bias_ is None else bias_[:, :seqlen_q, :seqlen_k]
         offset = _diagonal_offset(seqlen_q, seqlen_k, q_.device)
-        seen = _visible(offset, bias_, causal, *window)
+        leftpad = 0 if leftpad_k is None else max(int(leftpad_k[index]), 0)
+        seen = _visible(offset, bias_, causal, *window, leftpad)
         scale = q_.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
         s, seen = _scores(q_, k_, seen, offset, bias_, slopes_, scale, softcap)
         keep = None
@@ -304,6 +316,7 @@ def attention(
     dropout_p=0.0,
     deterministic=False,
     num_splits=0,
+    leftpad_k=None,
     compute_dtype=torch.float64,
 ):
     """``flash::attn`` by definition. Returns (out, lse).
@@ -312,13 +325,13 @@ def attention(
     varlen with cu_seqlens, or k and v in pages. out (..., num_heads, head_dim_v) is in
     compute_dtype, lse (batch, num_heads, seqlen_q) or varlen (num_heads, total_q) in the same but
     at least fp32. Differentiable in q, k, v, bias, alibi_slopes and sinks, through out and lse.
-    deterministic and num_splits choose among kernels and change nothing here. Raises ValueError
-    when dropout_p > 0 comes without rng_state.
+    deterministic and num_splits choose among kernels and change nothing here. leftpad_k hides the
+    first keys of each sequence. Raises ValueError when dropout_p > 0 comes without rng_state.
     """
     rows_q = _sequence_rows(q, cu_seqlens_q, seqused_q, max_seqlen_q)
     rows_k = _sequence_rows(k, cu_seqlens_k, seqused_k, max_seqlen_k, page_table)
     pieces_q, pieces_k = _pieces(q, rows_q, compute_dtype), _pieces(k, rows_k, compute_dtype)
-    settings = (softmax_scale, causal, (window_left, window_right), softcap, dropout_p)
+    settings = (softmax_scale, causal, (window_left, window_right), softcap, dropout_p, leftpad_k)
     blocks = _score_blocks(pieces_q, pieces_k, bias, alibi_slopes, rng_state, *settings)
     outs, lses = [], []
     for v_, (s, seen, keep) in zip(_pieces(v, rows_k, compute_dtype), blocks, strict=True):
@@ -376,6 +389,78 @@ def attn_probs(
         padding = (0, width_k - p.shape[2], 0, width_q - p.shape[1])
         probs.append(torch.nn.functional.pad(p, padding))
     return torch.stack(probs)[:batch]
+
+
+def _new_rows(x, cu_seqlens):
+    """For each sequence the indices of its rows in x.flatten(0, 1) (packed: in x itself)."""
+    return _sequence_rows(x, cu_seqlens, None, None)
+
+
+def rotary(
+    x,
+    cos,
+    sin,
+    seqlen_offsets=None,
+    cu_seqlens=None,
+    interleaved=False,
+    conjugate=False,
+    compute_dtype=torch.float64,
+):
+    """``flash::rotary`` by definition, in compute_dtype: pairs turned by their row's position.
+
+    Positions past the tables stay at the last one; packed rows of no sequence are 0.
+    """
+    flat = x.to(compute_dtype) if cu_seqlens is not None else x.to(compute_dtype).flatten(0, 1)
+    half = cos.shape[1]
+    cos, sin = cos.to(compute_dtype), sin.to(compute_dtype) * (-1 if conjugate else 1)
+    out = torch.zeros_like(flat)
+    for b, rows in enumerate(_new_rows(x, cu_seqlens) if x.shape[0] else []):
+        first = 0 if seqlen_offsets is None else int(seqlen_offsets[b])
+        position = (first + torch.arange(len(rows), device=x.device)).clamp(0, cos.shape[0] - 1)
+        c, s = cos[position][:, None], sin[position][:, None]
+        turning, rest = flat[rows].split([2 * half, x.shape[-1] - 2 * half], dim=-1)
+        if interleaved:
+            a, b_ = turning.unflatten(-1, (half, 2)).unbind(-1)
+            turned = torch.stack([a * c - b_ * s, a * s + b_ * c], dim=-1).flatten(-2)
+        else:
+            a, b_ = turning[..., :half], turning[..., half:]
+            turned = torch.cat([a * c - b_ * s, a * s + b_ * c], dim=-1)
+        out = out.index_copy(0, rows, torch.cat([turned, rest], dim=-1))
+    return out.view(x.shape)
+
+
+def cache_append(
+    k_cache,
+    v_cache,
+    k,
+    v,
+    cache_seqlens,
+    page_table=None,
+    cu_seqlens=None,
+    rotary_cos=None,
+    rotary_sin=None,
+    rotary_interleaved=True,
+):
+    """``flash::cache_append`` by definition, in place, row by row. Returns seqused_k.
+
+    A row past the capacity, or of a page that does not exist, is dropped.
+    """
+    if rotary_cos is not None:
+        tables = (rotary_cos, rotary_sin, cache_seqlens.clamp(min=0), cu_seqlens)
+        k = rotary(k, *tables, rotary_interleaved).to(k.dtype)
+    capacity = k_cache.shape[1] * (1 if page_table is None else page_table.shape[1])
+    flat_k, flat_v = (x if cu_seqlens is not None else x.flatten(0, 1) for x in (k, v))
+    used = []
+    for b, rows in enumerate(_new_rows(k, cu_seqlens) if len(cache_seqlens) else []):
+        before = max(int(cache_seqlens[b]), 0)
+        used.append(min(before + len(rows), capacity))
+        for key, row in zip(range(before, capacity), rows.tolist(), strict=False):
+            block, place = b, key
+            if page_table is not None:
+                block, place = int(page_table[b, key // k_cache.shape[1]]), key % k_cache.shape[1]
+            if 0 <= block < k_cache.shape[0]:
+                k_cache[block, place], v_cache[block, place] = flat_k[row], flat_v[row]
+    return torch.tensor(used, dtype=torch.int32, device=k.device)
 
 
 def merge(out_a, lse_a, out_b, lse_b):

@@ -33,7 +33,7 @@ def hurried(monkeypatch):
                 **{"tokens": 64, "hidden": 32, "seqlens": (16, 32), "head_dims": (16,)},
                 **{"dtypes": ("fp32", "bf16"), "gqa": (4, 2), "varlen": (3, 2, 9)},
                 **{"feature_seqlen": 16, "window_seqlen": 600, "host_seqlen": 1},
-                **{"accuracy": (1, 2, 16), "accuracy_dtypes": ("fp32",)},
+                **{"accuracy": (1, 2, 16), "accuracy_dtypes": ("fp32",), "decode": ((2, 64),)},
             )
         },
     )

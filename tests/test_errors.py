@@ -308,22 +308,24 @@ def test_the_operator_asks_for_rng_state():
     )
 
 
-@pytest.mark.parametrize("backward", [False, True])
-def test_a_feature_that_no_kernel_has_is_refused_by_name(backward):
+def test_a_feature_that_no_kernel_has_is_refused_by_name():
     """RuntimeError, not ValueError: the call is right, this backend lacks it."""
-    pages = {
-        "q": zeros(2, 1, 4, 8),
-        "k": zeros(3, 16, 2, 8),
-        "v": zeros(3, 16, 2, 8),
-        "page_table": zeros(2, 2, dtype=torch.int32),
-        "seqused_k": int32(20, 3),
-    }
+    q, k, v = zeros(2, 1, 4, 8), zeros(3, 16, 2, 8), zeros(3, 16, 2, 8)
+    pages = {"page_table": zeros(2, 2, dtype=torch.int32), "seqused_k": int32(20, 3)}
+    arguments = {n: None for n in ("dlse", "bias", "alibi_slopes", "sinks", "cu_seqlens_q")}
+    arguments |= dict.fromkeys(("cu_seqlens_k", "seqused_q", "rng_state", "max_seqlen_q"))
+    arguments |= dict.fromkeys(("max_seqlen_k", "softmax_scale"))
+    arguments |= {"causal": False, "window_left": -1, "window_right": -1, "softcap": 0.0}
+    arguments |= {"dropout_p": 0.0, "deterministic": False, "num_splits": 0}
     message = refused(
-        lambda: flash_ext.attention(**pages),
-        *(RuntimeError, "no kernel", "page_table", "gather the pages into contiguous k and v"),
-    )
+        lambda: torch.ops.flash.attn_backward(
+            dout=q, q=q, k=k, v=v, out=q, lse=zeros(2, 4, 1), needed=[True] * 3 + [False] * 3,
+            **arguments, **pages,
+        ),
+        *(RuntimeError, "no kernel of this build serves backward", "lacks page_table"),
+    )  # fmt: skip
     assert "cpu" in message
-    refused(lambda: flash_ext.explain(**pages, backward=backward), RuntimeError, "page_table")
+    assert "serves: no kernel" in flash_ext.explain(q, k, v, **pages, backward=True)
 
 
 NOT_Q = ("k", "v", "bias", "alibi_slopes", "sinks", "seqused_k", "rng_state")

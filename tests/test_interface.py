@@ -223,8 +223,13 @@ def test_block_table_is_page_table():
     (q, _, _), lengths = make_packed()
     k, v = (torch.randn(3, 16, HEADS_K, DIM) for _ in range(2))
     pages = util.lengths([2, 0]).reshape(2, 1)
-    with pytest.raises(RuntimeError, match=r"page_table.*paged keys are not built yet"):
-        flash_ext.flash_attn_varlen_func(q, k, v, *lengths, block_table=pages)
+    out = flash_ext.flash_attn_varlen_func(q, k, v, *lengths, block_table=pages)
+    used = lengths[1].diff()
+    rest = {"max_seqlen_q": lengths[2], "max_seqlen_k": lengths[3]}
+    same = flash_ext.attention(
+        *(q, k, v), cu_seqlens_q=lengths[0], seqused_k=used, page_table=pages, **rest
+    )
+    assert torch.equal(out, same)
 
 
 def test_varlen_functions_require_cu_seqlens():
@@ -382,7 +387,7 @@ def test_packed_equals_unpacked_with_one_gradient(name):
 
 def test_kernels_are_parsed():
     kernels = flash_ext.kernels()
-    assert {k["pass"] for k in kernels} == {"forward", "backward", "probs"}
+    assert {k["pass"] for k in kernels} == {"forward", "backward", "probs", "append", "rotary"}
     assert all(isinstance(k["features"], list) for k in kernels)
 
 

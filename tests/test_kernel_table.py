@@ -10,12 +10,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from cache_util import paged
 from util import (
     GRADIENT_NAMES,
     Case,
     assert_close,
     assert_close_to_reference,
     assert_lse_close,
+    lengths,
     make_inputs,
     reference_options,
     run_inputs,
@@ -27,6 +29,7 @@ from flash_ext import reference
 
 TABLE = json.loads(torch.ops.flash.kernels())
 PASSES = ("forward", "backward", "probs")
+OF_CACHES = ("append", "rotary")  # test_cache.py holds them against the reference
 DTYPES = {
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
@@ -57,14 +60,28 @@ ASKING = {
     "dbias": {"bias": "1h1k"},
     "dalibi_slopes": {"alibi": "h"},
     "dsinks": {"sinks": "some"},
+    "leftpad_k": {},
 }
 OF_GRADIENTS = {"dlse": "q", "dbias": "bias", "dalibi_slopes": "alibi_slopes", "dsinks": "sinks"}
 # Which features a pass cannot be asked for: it has no such argument.
 UNASKED = {
     "forward": set(OF_GRADIENTS),
-    "backward": {"num_splits"},
-    "probs": {"sinks", "page_table", "num_splits", "deterministic", *OF_GRADIENTS},
+    "backward": {"num_splits", "leftpad_k"},
+    "probs": {
+        *("sinks", "page_table", "num_splits", "deterministic", "leftpad_k", *OF_GRADIENTS),
+    },
 }
+
+
+def inputs_for(entry, feature, device):
+    """Inputs of an entry's dtype that ask for one feature and for nothing else."""
+    case = Case(**{**PLAIN, **ASKING[feature], "dtype": DTYPES[entry["dtype"]]})
+    inputs = make_inputs(case, device)
+    if feature == "page_table":
+        return paged(inputs, None, 13)
+    if feature == "leftpad_k":
+        return inputs.replace(leftpad_k=lengths((3, 70), device))
+    return inputs
 
 
 def explain(inputs, backward=False, **changes):
@@ -93,6 +110,12 @@ def entry_for(pass_, dtype, device):
     return next((entry for entry in TABLE if entry["name"] == name), None)
 
 
+def someone_declares(entry, feature):
+    """Whether a kernel beside this one would serve its calls with the feature."""
+    kin = ("arch", "pass", "dtype")
+    return any(feature in e["features"] for e in TABLE if all(e[n] == entry[n] for n in kin))
+
+
 def pytest_generate_tests(metafunc):
     if "entry" not in metafunc.fixturenames:
         return
@@ -111,7 +134,8 @@ def pytest_generate_tests(metafunc):
         pytest.param(entry, feature, id=f"{entry['name']}-{feature}")
         for entry in entries
         for feature in ASKING
-        if feature not in UNASKED[entry["pass"]] and (feature in entry["features"]) == wanted
+        if feature not in UNASKED[entry["pass"]]
+        and (feature in entry["features"] if wanted else not someone_declares(entry, feature))
     ]
     metafunc.parametrize("entry, feature", pairs)
 
@@ -126,7 +150,7 @@ def test_rows_are_whole_and_names_unique():
     keys = {"name", "arch", "pass", "dtype", "head_dim", "head_dim_v", "features"}
     for entry in TABLE:
         assert set(entry) >= keys, entry
-        assert entry["pass"] in PASSES and entry["dtype"] in DTYPES, entry
+        assert entry["pass"] in PASSES + OF_CACHES and entry["dtype"] in DTYPES, entry
         assert 1 <= entry["head_dim"] <= 256 and 1 <= entry["head_dim_v"] <= 256, entry
         assert entry["name"].startswith(f"{entry['arch']}_"), entry
         assert len(set(entry["features"])) == len(entry["features"]), entry
@@ -190,8 +214,7 @@ def test_plain(entry, device):
 
 
 def test_a_declared_feature_is_right(entry, feature, device):
-    case = Case(**{**PLAIN, **ASKING[feature], "dtype": DTYPES[entry["dtype"]]})
-    inputs, label = make_inputs(case, device), f"{entry['name']}, {feature}"
+    inputs, label = inputs_for(entry, feature, device), f"{entry['name']}, {feature}"
     if entry["pass"] == "probs":
         check_probs(inputs, label)
         return
@@ -211,12 +234,7 @@ OF_THE_FORWARD = {"dbias": "bias", "dalibi_slopes": "alibi", "dsinks": "sinks"}
 
 
 def test_a_feature_left_out_raises_by_name(entry, feature, device):
-    case = Case(**{**PLAIN, **ASKING[feature], "dtype": DTYPES[entry["dtype"]]})
-    inputs = make_inputs(case, device)
-    if feature == "page_table":
-        pages = {"page_table": torch.zeros(2, 1, dtype=torch.int32, device=device)}
-        pages["seqused_k"] = torch.ones(2, dtype=torch.int32, device=device)
-        inputs = inputs.replace(**pages)
+    inputs = inputs_for(entry, feature, device)
     with pytest.raises(RuntimeError, match=f"no kernel.*{feature}"):
         if entry["pass"] == "probs":
             check_probs(inputs, feature)
@@ -260,7 +278,15 @@ def test_explain_has_a_line_for_every_kernel_of_the_pass(backward, dtype, device
         if entry["dtype"] != dtype_name:
             assert reason == f"is for {entry['dtype']}"
         else:
-            assert reason.startswith(("would serve, but an earlier", "needs ", "lacks ", "serves "))
+            assert reason.startswith(
+                (
+                    "would serve, but an earlier",
+                    "needs ",
+                    "lacks ",
+                    "serves ",
+                    "is not for this processor",
+                )
+            )
 
 
 def test_explain_lists_every_feature_that_is_asked_for(dtype, device):

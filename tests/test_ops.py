@@ -53,7 +53,7 @@ def backward_arguments(needed, **kwargs):
     out, lse = attn(q, k, v, **kwargs)
     names = [a.name for a in attn._schema.arguments]
     defaults = {a.name: a.default_value for a in attn._schema.arguments}
-    rest = [kwargs.get(name, defaults[name]) for name in names[3:]]
+    rest = [kwargs.get(name, defaults[name]) for name in names[3:-1]]  # leftpad_k is the forward's
     return [make(*out.shape, seed=7), make(*lse.shape, seed=8), q, k, v, out, lse, *rest, needed]
 
 
@@ -70,7 +70,8 @@ REST = (
 REST_WITHOUT_DEFAULTS = ", ".join(argument.split("=")[0] for argument in REST.split(", "))
 
 SCHEMAS = {
-    "attn": f"(Tensor q, Tensor k, Tensor v, {REST}) -> (Tensor out, Tensor lse)",
+    "attn": f"(Tensor q, Tensor k, Tensor v, {REST}, Tensor? leftpad_k=None) "
+    "-> (Tensor out, Tensor lse)",
     "attn_backward": "(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, "
     f"Tensor lse, {REST_WITHOUT_DEFAULTS}, bool[6] needed) -> (Tensor? dq, Tensor? dk, Tensor? dv, "
     "Tensor? dbias, Tensor? dalibi_slopes, Tensor? dsinks)",
@@ -80,8 +81,14 @@ SCHEMAS = {
     "SymInt? max_seqlen_q=None, SymInt? max_seqlen_k=None, float? softmax_scale=None, "
     "bool causal=False, SymInt window_left=-1, SymInt window_right=-1, float softcap=0., "
     "float dropout_p=0.) -> Tensor",
+    "cache_append": "(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, "
+    "Tensor cache_seqlens, Tensor? page_table=None, Tensor? cu_seqlens=None, "
+    "Tensor? rotary_cos=None, Tensor? rotary_sin=None, bool rotary_interleaved=True) -> Tensor",
+    "rotary": "(Tensor x, Tensor cos, Tensor sin, Tensor? seqlen_offsets=None, "
+    "Tensor? cu_seqlens=None, bool interleaved=False, bool conjugate=False) -> Tensor",
     "merge": "(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> (Tensor out, Tensor lse)",
-    "explain": f"(Tensor q, Tensor k, Tensor v, {REST}, bool backward=False) -> str",
+    "explain": f"(Tensor q, Tensor k, Tensor v, {REST}, Tensor? leftpad_k=None, "
+    "bool backward=False) -> str",
     "kernels": "() -> str",
 }
 

@@ -68,7 +68,7 @@ def build(kernels, flags, directory):
     [("fp32", "address,undefined"), ("bf16", "address,undefined"), ("fp32", "thread")],
 )
 def test_cpu_kernels_are_clean(dtype, sanitizers, tmp_path):
-    """Forward, backward and probabilities over edges, features and lengths out of range."""
+    """Forward, backward, probabilities and appends: edges, features, lengths out of range."""
     flags = [f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all"]
     skip_without_runtime(flags, tmp_path)
     status, output = run([build(f"{dtype}_generic", flags, tmp_path)], timeout=120)

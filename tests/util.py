@@ -12,8 +12,10 @@ every device.
 import functools
 import itertools
 import math
+import os
 import random
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import ClassVar, NamedTuple
 
 import pytest
@@ -584,7 +586,7 @@ def assert_close(x, ref, pt, what, factor=2.0, others=None):
 def max_score(inputs, lse):
     """max|s| over what rows see, out of the reference's probabilities."""
     options = reference_options(inputs)
-    for name in ("page_table", "deterministic", "num_splits"):
+    for name in ("page_table", "deterministic", "num_splits", "leftpad_k"):
         options.pop(name, None)
     p = reference.attn_probs(
         inputs.q, inputs.k, lse, inputs.bias, inputs.alibi_slopes, **options
@@ -675,3 +677,9 @@ def assert_same(a, b, what=""):
                 f"{what}: {name} differs in {len(wrong)} of {x.numel()} entries, first at "
                 f"{wrong[0].tolist()}: {x[tuple(wrong[0])]} and {others[name][tuple(wrong[0])]}"
             )
+
+
+def environment():
+    """For a process that is to find this flash_ext."""
+    root = str(Path(flash_ext.__file__).parents[1])
+    return os.environ | {"PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}

@@ -28,11 +28,16 @@ BUILD = ROOT / "build" / "kernels"
 # lengths and pointers; docs/performance.md says more.
 SPILL_BUDGET = 256
 
+# Kernels compiled for each kind of score, with and without dropout.
+MAINLOOPS = ("fwd", "bwd", "decode")
+
 COMPILED = re.compile(r"Compiling entry function '(?P<name>\w+)' for '(?P<target>sm_\w+)'")
 SPILLS = re.compile(r"(?P<spills>\d+) bytes spill stores")
 # ptxas' notes C7508 to C7520: a register budget is ignored, or products are serialised.
 SERIALISED = re.compile(r"\(C75(?:08|1\d|20)\).*|.*serialized.*")
 REGISTERS = re.compile(r"Used (?P<registers>\d+) registers")
+ENTRY = re.compile(r"\d(?P<entry>(?:fwd|bwd|decode|append|rotary)\w*?)_kernel")
+SMEM = re.compile(r"Li(?P<smem>\d+)EEEvNS")  # the last template argument of a mainloop's kernel
 
 
 @dataclass
@@ -48,10 +53,18 @@ class Usage:
 
 
 def variant_of(mangled: str) -> str:
-    """Which of a unit's instances this is, from its template arguments."""
+    """Which of a unit's kernels and instances this is, from its name and template arguments."""
+    entry = match["entry"] if (match := ENTRY.search(mangled)) else mangled
+    if match := re.search(r"combine_kernelI.*Li(\d+)ELi\d+ELi\d+EEEvNS", mangled):
+        return f"combine, {match[1]} rows"
+    if entry not in MAINLOOPS:
+        return entry.removeprefix("bwd_")  # a side kernel of the backward
     score = "modified" if "ScoreKindE1" in mangled else "plain"
     dropout = " + dropout" if "DropoutKindE1" in mangled else ""
-    return score + dropout
+    match = re.search(r"DecodeTraitsI.*ELi\d+ELi\d+ELi(\d+)EL", mangled)
+    rows = f", {match[1]} rows" if match else ""
+    pages = ", pages" if "KeysKindE1" in mangled else ""
+    return score + dropout + rows + pages
 
 
 def parse_log(arch: str, unit: str, log: str) -> list[Usage]:
@@ -64,15 +77,16 @@ def parse_log(arch: str, unit: str, log: str) -> list[Usage]:
         elif match := SPILLS.search(line):
             spills = int(match["spills"])
         elif (match := REGISTERS.search(line)) and mangled:
-            smem = re.search(r"Li(\d+)EEEvNS", mangled)
+            variant = variant_of(mangled)
+            smem = SMEM.search(mangled) if variant.startswith(("plain", "modified")) else None
             rows.append(
                 Usage(
                     arch,
                     unit,
-                    variant_of(mangled),
+                    variant,
                     int(match["registers"]),
                     spills,
-                    int(smem[1]) if smem else 0,
+                    int(smem["smem"]) if smem else 0,
                 )
             )
             mangled = ""

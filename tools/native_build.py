@@ -33,7 +33,7 @@ NVCC_FLAGS = [
 ]
 
 # Compiled into each backend's library.
-SHARED_SOURCES = ["api.cpp", "args.cpp", "glibc.cpp", "kernel_table.cpp"]
+SHARED_SOURCES = ["api.cpp", "args.cpp", "cache_api.cpp", "glibc.cpp", "kernel_table.cpp"]
 
 
 def load_manifest():

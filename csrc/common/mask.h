@@ -9,6 +9,8 @@
 //              2     . . x x x .
 //              3     . . . x x x      diagonal of the last row is the last key
 //
+// Keys before `first` are hidden from every row and change no diagonal.
+//
 // The mask owns the key range of a block of rows (and the row range of a block of keys), the test
 // whether a tile needs a per-element predicate, and the predicate itself.
 #pragma once
@@ -33,13 +35,16 @@ FLASH_HD Range intersect(Range a, Range b) {
 struct Mask {
   int seqlen_q;
   int seqlen_k;
-  int left;   // keys before the diagonal that stay visible, or -1: unbounded
-  int right;  // keys after it, or -1
+  int left;       // keys before the diagonal that stay visible, or -1: unbounded
+  int right;      // keys after it, or -1
+  int first = 0;  // keys before it are hidden from every row: the padding at the left of a cache
 
   FLASH_HD int diagonal() const { return seqlen_k - seqlen_q; }
 
   // Keys that row i sees: [first_key(i), end_key(i)), possibly empty.
-  FLASH_HD int first_key(int i) const { return left < 0 ? 0 : max_of(0, i + diagonal() - left); }
+  FLASH_HD int first_key(int i) const {
+    return left < 0 ? first : max_of(first, i + diagonal() - left);
+  }
   FLASH_HD int end_key(int i) const {
     return right < 0 ? seqlen_k : min_of(seqlen_k, i + diagonal() + right + 1);
   }
@@ -53,7 +58,7 @@ struct Mask {
 
   // Rows that see at least one key of [keys.begin, keys.end).
   FLASH_HD Range rows_of(Range keys) const {
-    keys = intersect(keys, {0, seqlen_k});
+    keys = intersect(keys, {first, seqlen_k});
     if (keys.empty()) return {0, 0};
     const int begin = right < 0 ? 0 : keys.begin - diagonal() - right;
     const int end = left < 0 ? seqlen_q : keys.end - diagonal() + left;

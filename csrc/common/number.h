@@ -85,4 +85,19 @@ FLASH_HD uint16_t float_to_float16(float x) {
   return static_cast<uint16_t>(sign | (body >= 0x477FF000u ? special : finite));
 }
 
+// Element `at` of floats of any type.
+template <typename T>
+FLASH_HD T load_number(const void* data, DType dtype, int64_t at) {
+  switch (dtype) {
+    case DType::kFloat16:
+      return T(float16_to_float(static_cast<const uint16_t*>(data)[at]));
+    case DType::kBFloat16:
+      return T(bfloat16_to_float(static_cast<const uint16_t*>(data)[at]));
+    case DType::kFloat32:
+      return T(static_cast<const float*>(data)[at]);
+    default:
+      return T(static_cast<const double*>(data)[at]);
+  }
+}
+
 }  // namespace flash

@@ -1,7 +1,8 @@
 // What happens to a score between the product q.k and the softmax.
 //
 // A modifier has apply(s, i, j) and grad(s, i, j) = d apply / d s side by side, so that forward and
-// backward cannot drift apart; is_on(), uniform over the launch; and with_active(pre, f), which
+// backward cannot drift apart; is_on(), uniform over the launch; is_linear(), whether grad is 1 for
+// every score of the launch; and with_active(pre, f), which
 // calls f with the function s -> apply(pre s) of a modifier that is on. A Chain applies them in
 // list order: one score at a time (apply, grad), or one modifier after the other over a whole tile
 // (for_each_active), where a GPU asks is_on once a tile and not once a score. Adding a modifier is
@@ -23,6 +24,7 @@ struct Softcap {
   T cap;
   T inverse;  // 1 / cap: a division for every score would cost more than the tanh
   FLASH_HD bool is_on() const { return cap > 0; }
+  FLASH_HD bool is_linear() const { return !is_on(); }
   FLASH_HD T apply(T s, int, int) const { return is_on() ? cap * tanh_of(s * inverse) : s; }
   FLASH_HD T grad(T s, int, int) const {
     if (!is_on()) return T(1);
@@ -67,6 +69,7 @@ struct Bias {
   BiasMatrix matrix;
 
   FLASH_HD bool is_on() const { return matrix.data != nullptr; }
+  FLASH_HD bool is_linear() const { return true; }
   FLASH_HD T apply(T s, int i, int j) const {
     if (is_on()) with_active(T(1), [&](auto add) FLASH_HD_LAMBDA { s = add(s, i, j); });
     return s;
@@ -106,6 +109,7 @@ struct Alibi {
   T slope;  // 0: off
   int diagonal;
   FLASH_HD bool is_on() const { return slope != T(0); }
+  FLASH_HD bool is_linear() const { return true; }
   // Converted apart, so that a tile loop does it once a row and once a key; exact below 2^24.
   FLASH_HD T distance(int i, int j) const {
     const T d = static_cast<T>(i + diagonal) - static_cast<T>(j);
@@ -125,6 +129,7 @@ struct Chain;
 
 template <typename T>
 struct Chain<T> {
+  FLASH_HD bool is_linear() const { return true; }
   FLASH_HD T apply(T s, int, int) const { return s; }
   FLASH_HD T grad(T, int, int) const { return T(1); }
   template <typename F>
@@ -137,6 +142,7 @@ template <typename T, typename First, typename... Rest>
 struct Chain<T, First, Rest...> {
   First first;
   Chain<T, Rest...> rest;
+  FLASH_HD bool is_linear() const { return first.is_linear() && rest.is_linear(); }
   FLASH_HD T apply(T s, int i, int j) const { return rest.apply(first.apply(s, i, j), i, j); }
   FLASH_HD T grad(T s, int i, int j) const {
     return first.grad(s, i, j) * rest.grad(first.apply(s, i, j), i, j);

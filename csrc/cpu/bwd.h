@@ -15,11 +15,6 @@
 namespace flash::cpu {
 inline namespace FLASH_CPU_ISA {
 
-// What the main pass computes dS for; a broadcast dbias computes its own.
-inline bool main_needs_dscore(const BwdParams& p) {
-  return p.dq.data || p.dk.data || p.dalibi_slopes || (p.dbias.data && !dbias_is_broadcast(p));
-}
-
 template <typename In>
 class BwdMain {
   using T = Acc<In>;

@@ -60,15 +60,13 @@ class BwdTile {
 
   void load_keys(const Head<T>& h, Range keys, Range seen) {
     scores.load_k(h, keys, seen);
-    load_rows<In>(v, ld_v, p.v, h.batch, h.head_k, h.seq.offset_k, keys.begin, kBlockN,
-                  p.head_dim_v, seen);
+    h.template load_keys<In>(v, ld_v, p.v, p.head_dim_v, keys, seen);
     transpose<T>(v_t, kBlockN, v, ld_v, kBlockN, p.head_dim_v);
   }
 
   void load_queries(const Head<T>& h, Range rows) {
     scores.load_q(h, rows);
-    load_rows<In>(dout, ld_v, p.dout, h.batch, h.head, h.seq.offset_q, rows.begin, kBlockM,
-                  p.head_dim_v, rows);
+    h.template load_queries<In>(dout, ld_v, p.dout, p.head_dim_v, rows);
   }
 
   // Leaves P (after dropout) in prob() and, when scores_grad, d loss / d score in dscore().

@@ -32,7 +32,7 @@ class FwdTile {
     const Range rows = intersect(block_range(m_block, kBlockM), {0, h.seq.seqlen_q});
     if (rows.empty()) return;
     const Range seen = h.mask.keys_of(rows);
-    const Range blocks = split_blocks(blocks_of(seen, kBlockN), split, p.num_splits);
+    const Range blocks = split_blocks(blocks_of(seen, kBlockN), split, p.splits());
     start(h, rows);
     for (int n_block = blocks.begin; n_block < blocks.end; ++n_block) {
       const Range keys = block_range(n_block, kBlockN);
@@ -58,8 +58,7 @@ class FwdTile {
   }
 
   void load_v(const Head<T>& h, Range keys, Range seen) {
-    load_rows<In>(v, ld_v, p.v, h.batch, h.head_k, h.seq.offset_k, keys.begin, kBlockN,
-                  p.head_dim_v, seen);
+    h.template load_keys<In>(v, ld_v, p.v, p.head_dim_v, keys, seen);
   }
 
   // s becomes p = exp(s - row_max); the sum and the output follow the maximum where it moved.
@@ -117,9 +116,9 @@ class FwdTile {
   void finish(const Head<T>& h, Range rows, int split) {
     T* lse = static_cast<T*>(p.lse);
     T* part_o = nullptr;
-    if (p.num_splits > 1) {
+    if (p.splits() > 1) {
       lse = static_cast<T*>(p.workspace) + split * p.num_rows();
-      part_o = static_cast<T*>(p.workspace) + p.num_splits * p.num_rows() +
+      part_o = static_cast<T*>(p.workspace) + p.splits() * p.num_rows() +
                split * p.num_rows() * p.head_dim_v;
     }
     for (int r = 0; r < rows.size(); ++r) {
@@ -155,14 +154,14 @@ inline void combine_row(const FwdParams& p, const Head<Acc<In>>& h, int i, Acc<I
   using T = Acc<In>;
   const int64_t at = h.row_index(i), rows = p.num_rows();
   const T* part_lse = static_cast<const T*>(p.workspace);
-  const T* part_o = part_lse + p.num_splits * rows;
+  const T* part_o = part_lse + p.splits() * rows;
   T m = T(-INFINITY), sum = T(0);
-  for (int s = 0; s < p.num_splits; ++s) {
+  for (int s = 0; s < p.splits(); ++s) {
     const T x = part_lse[s * rows + at];
     m = x > m || x != x ? x : m;
   }
   memset(static_cast<void*>(row), 0, p.head_dim_v * sizeof(T));
-  for (int s = 0; s < p.num_splits && m != T(-INFINITY); ++s) {
+  for (int s = 0; s < p.splits() && m != T(-INFINITY); ++s) {
     const T weight = exp_of(part_lse[s * rows + at] - m);
     sum += weight;
     for (int d = 0; d < p.head_dim_v; ++d)
@@ -176,24 +175,24 @@ inline void combine_row(const FwdParams& p, const Head<Acc<In>>& h, int i, Acc<I
 
 template <typename In>
 size_t fwd_workspace(const FwdParams& p) {
-  if (p.num_splits <= 1) return 0;
-  return sizeof(Acc<In>) * p.num_splits * p.num_rows() * (1 + p.head_dim_v);
+  if (p.splits() <= 1) return 0;
+  return sizeof(Acc<In>) * p.splits() * p.num_rows() * (1 + p.head_dim_v);
 }
 
 template <typename In>
 void fwd(const FwdParams& p, const Launch& launch) {
   const int64_t m_blocks = ceil_div(p.side_q.longest(), kBlockM);
   const int64_t heads = static_cast<int64_t>(p.batch) * p.num_heads;
-  parallel(launch, heads * m_blocks * p.num_splits, [&](int64_t begin, int64_t end) {
+  parallel(launch, heads * m_blocks * p.splits(), [&](int64_t begin, int64_t end) {
     FwdTile<In> tile(p);
     for (int64_t task = begin; task < end; ++task) {
-      const int split = static_cast<int>(task % p.num_splits);
-      const int64_t block = task / p.num_splits, head = block / m_blocks;
+      const int split = static_cast<int>(task % p.splits());
+      const int64_t block = task / p.splits(), head = block / m_blocks;
       tile.run(static_cast<int>(head / p.num_heads), static_cast<int>(head % p.num_heads),
                static_cast<int>(block % m_blocks), split);
     }
   });
-  if (p.num_splits <= 1) return;
+  if (p.splits() <= 1) return;
   parallel(launch, heads, [&](int64_t begin, int64_t end) {
     Buffer<Acc<In>> row(p.head_dim_v);
     for (int64_t task = begin; task < end; ++task) {

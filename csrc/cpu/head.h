@@ -29,7 +29,7 @@ struct Head {
         head(h),
         head_k(h / params.group()),
         seq(seq_info(params.side_q, params.side_k, b)),
-        mask{seq.seqlen_q, seq.seqlen_k, params.window_left, params.window_right},
+        mask{seq.seqlen_q, seq.seqlen_k, params.window_left, params.window_right, seq.first_k},
         score(make_score<T>(static_cast<T>(params.softmax_scale), static_cast<T>(params.softcap),
                             params.bias.of(b, h), params.alibi_slopes.of(b, h, T(0)),
                             mask.diagonal())),
@@ -38,6 +38,18 @@ struct Head {
         is_plain(params.softcap == 0 && !params.bias.data && !params.alibi_slopes.data) {}
 
   int64_t row_index(int i) const { return p.row_index(batch, head, seq, i); }
+
+  // Rows of this head into a tile, see load_rows; view is q's or shaped like it, or k's or v's.
+  template <typename In>
+  void load_queries(T* tile, int ld, const View& view, int dim, Range rows) const {
+    const auto at = [&](int i) { return view.at(batch, seq.offset_q + i, head); };
+    load_rows<In>(tile, ld, view, at, rows.begin, kBlockM, dim, rows);
+  }
+  template <typename In>
+  void load_keys(T* tile, int ld, const View& view, int dim, Range keys, Range seen) const {
+    const auto at = [&](int j) { return p.key_at(view, batch, seq, j, head_k); };
+    load_rows<In>(tile, ld, view, at, keys.begin, kBlockN, dim, seen);
+  }
 
   // Products (kBlockM, kBlockN) -> masked scores, in place. Masked entries become -inf.
   void apply_score_and_mask(T* tile, Range rows, Range keys) const {
@@ -63,6 +75,7 @@ struct Head {
   // keep_scale where row i keeps key keys.begin + c, 0 where it drops it. keys.begin is a multiple
   // of the dropout group.
   void dropout_row(T* factors, int i, Range keys) const {
+    // Not dropout's own scale, which is a float: float64 keeps its digits.
     const T scale = static_cast<T>(256) / static_cast<T>(max_of(256 - dropout.threshold, 1));
     for (int t = 0; t < 4; ++t) {
       const Philox4 random = dropout.bytes(batch, head, i, keys.begin / Dropout::kGroup, t);

@@ -21,13 +21,11 @@ class ScoreTile {
         s(kBlockM * kBlockN) {}
 
   void load_q(const Head<T>& h, Range rows) {
-    load_rows<In>(q, ld, p.q, h.batch, h.head, h.seq.offset_q, rows.begin, kBlockM, p.head_dim,
-                  rows);
+    h.template load_queries<In>(q, ld, p.q, p.head_dim, rows);
   }
 
   void load_k(const Head<T>& h, Range keys, Range seen) {
-    load_rows<In>(k, ld, p.k, h.batch, h.head_k, h.seq.offset_k, keys.begin, kBlockN, p.head_dim,
-                  seen);
+    h.template load_keys<In>(k, ld, p.k, p.head_dim, keys, seen);
     transpose<T>(k_t, kBlockN, k, ld, kBlockN, p.head_dim);
   }
 

@@ -33,11 +33,12 @@ class Buffer {
   T* data_;
 };
 
-// Rows [rows.begin, rows.begin + count) of one head as a tile (count, dim) with leading dimension
-// ld. Rows outside `visible` are zero-filled and never read: nothing of them can reach a product.
-template <typename In>
-inline void load_rows(Acc<In>* tile, int ld, const View& view, int batch, int head, int64_t offset,
-                      int first, int count, int dim, Range visible) {
+// Rows [first, first + count) of one head as a tile (count, dim) with leading dimension ld; `at`
+// gives the element offset of a row. Rows outside `visible` are zero-filled and never read: nothing
+// of them can reach a product.
+template <typename In, typename At>
+inline void load_rows(Acc<In>* tile, int ld, const View& view, At at, int first, int count, int dim,
+                      Range visible) {
   for (int r = 0; r < count; ++r) {
     Acc<In>* row = tile + r * ld;
     const int i = first + r;
@@ -45,7 +46,7 @@ inline void load_rows(Acc<In>* tile, int ld, const View& view, int batch, int he
       memset(static_cast<void*>(row), 0, dim * sizeof(Acc<In>));
       continue;
     }
-    const In* source = static_cast<const In*>(view.data) + view.at(batch, offset + i, head);
+    const In* source = static_cast<const In*>(view.data) + at(i);
     for (int d = 0; d < dim; ++d) row[d] = to_acc(source[d]);
   }
 }

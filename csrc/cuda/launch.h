@@ -1,7 +1,7 @@
 // Host side of a launch: error checks, grid limits, and which device code runs here.
 #pragma once
 
-#include <cuda_runtime_api.h>
+#include <cuda_runtime.h>
 
 #include <cstdint>
 #include <stdexcept>
@@ -20,6 +20,12 @@ inline void check(cudaError_t error, const char* what) {
                              " failed: " + cudaGetErrorString(error));
 }
 
+// Lets a kernel's blocks have more dynamic shared memory than the 48 KB that all may use.
+inline void allow_smem(const void* kernel, int bytes) {
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
+        "the shared memory of a kernel");
+}
+
 // Blocks of a one-dimensional grid.
 inline unsigned grid_size(int64_t blocks) {
   constexpr int64_t kMost = 2147483647;
@@ -34,6 +40,31 @@ inline int device_attribute(cudaDeviceAttr attribute, int device) {
   int value = 0;
   check(cudaDeviceGetAttribute(&value, attribute, device), "asking a device for its attributes");
   return value;
+}
+
+// Whether the current device can start a grid before the one ahead of it has ended.
+inline bool has_dependent_launch() {
+  int device = 0;
+  check(cudaGetDevice(&device), "asking for the current device");
+  return device_attribute(cudaDevAttrComputeCapabilityMajor, device) >= 9;
+}
+
+// Starts a grid that may take its place while the one ahead in the stream still runs, where the
+// device can: the kernel waits for that one itself (wait_for_primary), before it reads or writes.
+template <typename... Params, typename... Args>
+void launch_early(void (*kernel)(Params...), dim3 grid, int threads, size_t smem_bytes,
+                  void* stream, const char* what, const Args&... args) {
+  cudaLaunchConfig_t config = {};
+  config.gridDim = grid;
+  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.dynamicSmemBytes = smem_bytes;
+  config.stream = static_cast<cudaStream_t>(stream);
+  cudaLaunchAttribute early = {};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &early;
+  config.numAttrs = has_dependent_launch() ? 1 : 0;
+  check(cudaLaunchKernelEx(&config, kernel, args...), what);
 }
 
 // Where the machine code of a kernel runs: on its own architecture and later ones of the same major

@@ -9,10 +9,10 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field, replace
 
-MODES = ("fwd", "bwd", "gqa", "varlen", "features", "host", "accuracy", "memory")
+MODES = ("fwd", "bwd", "gqa", "varlen", "features", "decode", "host", "accuracy", "memory")
 # Modes with head dims, or lengths, of their own, which cannot be asked for.
-FIXED_HEAD_DIM = ("host",)
-FIXED_SEQLEN = ("varlen", "features", "host", "accuracy")
+FIXED_HEAD_DIM = ("host", "decode")
+FIXED_SEQLEN = ("varlen", "features", "decode", "host", "accuracy")
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Point:
     dtype: str  # bf16, fp16, fp32
     unit: str = "TFLOP/s"
     head_dim_v: int = 0  # 0: head_dim
-    features: str = ""  # a name of FEATURES
+    features: str = ""  # a name of FEATURES or of DECODE_FEATURES
     lengths: tuple[int, ...] = field(default=(), repr=False)  # packed: of each sequence
 
     def __post_init__(self):
@@ -50,6 +50,18 @@ class Point:
         word, _, width = self.features.partition(" ")
         return int(width) if word == "window" else 0
 
+    @property
+    def page_size(self) -> int:
+        """Keys of a page, 0 where they are not in pages."""
+        word, _, size = self.features.partition(" ")
+        return int(size) if word == "pages" else 0
+
+    @property
+    def tokens(self) -> int:
+        """Query rows of a sequence that decodes."""
+        count, _, word = self.features.partition(" ")
+        return int(count) if word == "tokens" else 1
+
     def row(self) -> dict:
         """The row's key."""
         names = ("mode", "head_dim", "mask", "seqlen", "batch", "heads_q", "heads_k", "unit")
@@ -65,6 +77,14 @@ class Point:
         forward = 2 * pairs * self.heads_q * (self.head_dim + self.head_dim_v)
         return 2.5 * forward if self.backward else forward
 
+    def rate(self, seconds: float) -> float:
+        """What a call of so long a time reaches, in `unit`: TFLOP/s, or GB/s of q, k, v, out."""
+        if self.unit == "TFLOP/s":
+            return self.flop() / seconds / 1e12
+        dims = self.head_dim + self.head_dim_v
+        elements = dims * self.batch * (self.seqlen * self.heads_k + self.tokens * self.heads_q)
+        return elements * (4 if self.dtype == "fp32" else 2) / seconds / 1e9
+
     def __str__(self) -> str:
         heads = f"h{self.heads_q}" + ("" if self.heads_q == self.heads_k else f"/{self.heads_k}")
         size = f"{self.seqlen // 1024}k" if self.seqlen % 1024 == 0 else str(self.seqlen)
@@ -75,6 +95,9 @@ class Point:
 # The features whose cost is measured, one at a time.
 FEATURES = ("softcap", "alibi", "dropout", "sinks", "bool mask", "bias")
 WINDOW = 512
+# One token over a cache, and what else is compared with it.
+DECODE_FEATURES = ("", "pages 16", "pages 64", "4 tokens")
+DECODE_HEAD_DIM = 128
 
 
 @dataclass(frozen=True)
@@ -93,6 +116,7 @@ class Sizes:
     host_seqlen: int  # so short that the host is what takes time
     accuracy: tuple[int, int, int]  # batch, heads, seqlen
     accuracy_dtypes: tuple[str, ...]
+    decode: tuple[tuple[int, int], ...]  # (batch, keys)
 
 
 SIZES = {
@@ -109,6 +133,7 @@ SIZES = {
         host_seqlen=128,
         accuracy=(2, 4, 2048),
         accuracy_dtypes=("bf16", "fp16"),
+        decode=tuple((b, n << 10) for n in (8, 32, 128) for b in (1, 16, 128)),
     ),
     "cpu": Sizes(
         tokens=4096,
@@ -123,6 +148,7 @@ SIZES = {
         host_seqlen=1,
         accuracy=(1, 4, 1024),
         accuracy_dtypes=("fp32", "bf16"),
+        decode=((1, 8192), (8, 1024)),
     ),
 }
 
@@ -135,9 +161,12 @@ def sizes_for(device: str, quick: bool) -> Sizes:
             sizes,
             **{"tokens": 256, "hidden": 128, "seqlens": (128, 256), "head_dims": (64,)},
             **{"gqa": (4, 2), "varlen": (3, 10, 100), "feature_seqlen": 128},
-            **{"window_seqlen": 1024, "accuracy": (1, 2, 128)},
+            **{"window_seqlen": 1024, "accuracy": (1, 2, 128), "decode": ((2, 128),)},
         )
-    return replace(sizes, seqlens=sizes.seqlens[1:2], head_dims=(64, 128)) if quick else sizes
+    if quick:
+        decode = sizes.decode[:2]
+        return replace(sizes, seqlens=sizes.seqlens[1:2], head_dims=(64, 128), decode=decode)
+    return sizes
 
 
 def draw_lengths(count: int, shortest: int, longest: int) -> tuple[int, ...]:
@@ -209,6 +238,19 @@ def _features(sizes: Sizes) -> list[list[Point]]:
     return found
 
 
+def _decode(sizes: Sizes) -> list[list[Point]]:
+    heads = (32, 8) if sizes.gqa[0] > 8 else sizes.gqa
+    return [
+        [
+            Point("decode", DECODE_HEAD_DIM, "causal" if "tokens" in features else "full", seqlen,
+                  batch, *heads, dtype, "GB/s", features=features)
+            for features in DECODE_FEATURES
+        ]
+        for dtype in sizes.dtypes
+        for batch, seqlen in sizes.decode
+    ]  # fmt: skip
+
+
 def _host(sizes: Sizes) -> list[list[Point]]:
     return [
         [Point(mode, 64, "causal", sizes.host_seqlen, 1, 8, 8, dtype, "µs")]
@@ -242,6 +284,7 @@ _BUILDERS = {
     "gqa": _gqa,
     "varlen": _varlen,
     "features": _features,
+    "decode": _decode,
     "host": _host,
     "accuracy": _accuracy,
     "memory": _memory,

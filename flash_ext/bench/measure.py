@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flash_ext import reference
 
-from . import peers, results
+from . import peers, results, timing
 from .grid import Point
 from .timing import Clock
 
@@ -81,14 +81,17 @@ class Bench:
                 call = torch.no_grad()(call)
             call()
             self.clock.synchronize()
+            if point.mode == "decode" and self.device.type == "cuda":
+                return timing.captured(call)
             return call
 
         return self._try(who, point, prepare)
 
     def _times(self, group: list[Point]) -> list[dict]:
-        calls, kernels = {}, {}
+        calls, kernels, t = {}, {}, None
         for index, point in enumerate(group):
-            t = peers.make_tensors(point, self.device)
+            if not (t and point.mode == "decode"):  # a group's caches are one: they may be huge
+                t = peers.make_tensors(point, self.device)
             kernels[index] = self._try("ours", point, lambda p=point, t=t: peers.served_by(p, t))
             if kernels[index] is None:
                 continue
@@ -105,11 +108,9 @@ class Bench:
         for index, point in enumerate(group):
             if (index, "ours") not in seconds:
                 continue
-            figures = {
-                who: point.flop() / s / 1e12 for (at, who), s in seconds.items() if at == index
-            }
+            figures = {who: point.rate(s) for (at, who), s in seconds.items() if at == index}
             if index and (0, "ours") in seconds:  # at its own rate, that of the group's first call
-                figures["plain"] = group[0].flop() / seconds[0, "ours"] / 1e12
+                figures["plain"] = group[0].rate(seconds[0, "ours"])
             rows.append(self._row(point, kernels[index], figures))
         return rows
 

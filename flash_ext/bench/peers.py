@@ -29,6 +29,7 @@ BACKENDS = {
 }
 NAMES = (*BACKENDS, "flex", "op")
 SOFTCAP, DROPOUT_P = 30.0, 0.1
+MOST_TOKENS = 4  # of a decode point
 # Slow to run or to compile: timed at this head_dim alone.
 SLOW, SLOW_HEAD_DIM = ("mem_eff", "flex", "naive"), 128
 
@@ -57,6 +58,10 @@ def make_tensors(point: Point, device: torch.device, seed: int = 0) -> Tensors:
 
     def draw(heads, dim, needed):
         rows = (sum(point.lengths),) if point.lengths else (point.batch, point.seqlen)
+        if point.mode == "decode":  # in place: a cache in fp32 beside it might not fit
+            return torch.randn(
+                *rows, heads, dim, generator=generator, device=device, dtype=DTYPES[point.dtype]
+            )
         x = torch.randn(*rows, heads, dim, generator=generator, device=device)
         return x.to(DTYPES[point.dtype]).requires_grad_(needed)
 
@@ -64,6 +69,14 @@ def make_tensors(point: Point, device: torch.device, seed: int = 0) -> Tensors:
     if point.lengths:
         ends = torch.tensor((0, *point.lengths)).cumsum(0)
         cu_seqlens = ends.to(device, torch.int32)
+    if point.mode == "decode":
+        q = torch.randn(point.batch, MOST_TOKENS, point.heads_q, point.head_dim,
+                        generator=generator, device=device).to(DTYPES[point.dtype])  # fmt: skip
+        k, v = (
+            draw(point.heads_k, point.head_dim, False),
+            draw(point.heads_k, point.head_dim_v, False),
+        )
+        return Tensors(q, k, v, q, None)
     return Tensors(
         q=draw(point.heads_q, point.head_dim, point.backward),
         k=draw(point.heads_k, point.head_dim, point.backward),
@@ -90,6 +103,10 @@ def our_options(point: Point, t: Tensors) -> dict:
 def _feature(point: Point, device, dtype) -> dict:
     """The keyword of a feature, its tensors drawn anew."""
     square = (1, 1, point.seqlen, point.seqlen)
+    if size := point.page_size:  # in a random order, all of them full
+        pages = torch.randperm(point.batch * point.seqlen // size, device=device)
+        used = torch.full((point.batch,), point.seqlen, dtype=torch.int32, device=device)
+        return {"page_table": pages.int().view(point.batch, -1), "seqused_k": used}
     if point.features == "softcap":
         return {"softcap": SOFTCAP}
     if point.features == "alibi":
@@ -110,7 +127,18 @@ def _feature(point: Point, device, dtype) -> dict:
 def ours(point: Point, t: Tensors) -> Callable:
     """flash_ext's call."""
     options = our_options(point, t)
-    return lambda: flash_ext.attention(t.q, t.k, t.v, **options)
+    q, k, v = _our_tensors(point, t)
+    return lambda: flash_ext.attention(q, k, v, **options)
+
+
+def _our_tensors(point: Point, t: Tensors) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q, k and v as the call takes them: a decode point's tokens, its keys perhaps in pages."""
+    if point.mode != "decode":
+        return t.q, t.k, t.v
+    k, v = t.k, t.v
+    if size := point.page_size:
+        k, v = (x.view(-1, size, *x.shape[2:]) for x in (k, v))
+    return t.q[:, : point.tokens], k, v
 
 
 def served_by(point: Point, t: Tensors) -> str:
@@ -119,7 +147,8 @@ def served_by(point: Point, t: Tensors) -> str:
     A backward pass is asked about with the features of the call alone, which is what is measured:
     gradients of q, k and v.
     """
-    text = flash_ext.explain(*t.leaves(), **our_options(point, t), backward=point.backward)
+    tensors, options = _our_tensors(point, t), our_options(point, t)
+    text = flash_ext.explain(*tensors, **options, backward=point.backward)
     name = text.split("serves: ", 1)[1].split("\n", 1)[0]
     if name == "no kernel":
         raise NotHere(f"no kernel for {text.splitlines()[0].removeprefix('required: ')}")
@@ -137,6 +166,8 @@ def peer_names(point: Point, device: torch.device) -> tuple[str, ...]:
         return ("op", flash)
     if point.lengths:
         return (flash,) if gpu else ()
+    if point.mode == "decode":
+        return () if point.features else ((flash, "cudnn") if gpu else (flash,))
     if point.features:
         others = {"dropout": (flash,), "bool mask": ("mem_eff",), "bias": ("mem_eff",)}
         return others.get(point.features, ()) if gpu else ()
@@ -159,7 +190,9 @@ def peer(name: str, point: Point, t: Tensors) -> Callable:
         return _packed(point, t)
     if name == "naive":
         _check_memory(point, t)
-    q, k, v = (x.transpose(1, 2) for x in t.leaves())
+    q, k, v = (x.transpose(1, 2) for x in (t.q, t.k, t.v))
+    if point.mode == "decode":
+        q = q[:, :, : point.tokens]
     options: dict = {"is_causal": point.causal, "enable_gqa": point.heads_q != point.heads_k}
     if name == "mem_eff" and options.pop("enable_gqa"):  # which it does not know
         group = point.heads_q // point.heads_k

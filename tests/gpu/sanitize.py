@@ -4,6 +4,7 @@ Run it with PYTORCH_NO_CUDA_MEMORY_CACHING=1, so that each tensor is an allocati
 also with --tool racecheck, synccheck and initcheck. It compares nothing: the tests do.
 """
 
+import itertools
 import sys
 from pathlib import Path
 
@@ -23,8 +24,33 @@ CASES = [
     Case(dropout_p=0.3, seqused_q=(64, 3), seqused_k=(65, 0)),
     Case(layout="varlen", seqlens_q=(65, 0, 7), seqlens_k=(100, 9, 0), gap=(2, 3), causal=True),
     Case(layout="varlen", bias="b1qk", max_seqlen="none", strides="transposed"),
+    Case(seqlens_q=(1, 1), seqlens_k=(300, 300), num_heads=8, causal=True),
+    Case(seqlens_q=(3, 3), num_heads=8, num_splits=3, sinks="some", seqused_k=(100, 0)),
 ]
 HEAD_DIMS = [(1, 1), (40, 40), (64, 64), (96, 96), (128, 128), (192, 128), (256, 256)]
+
+
+def caches(head_dim: int, head_dim_v: int, dtype: torch.dtype) -> int:
+    """Rotary, append and attention over pages and over rows of a cache; the number of calls."""
+    shape = {"device": "cuda", "dtype": dtype}
+    used = torch.tensor([35, 3], dtype=torch.int32, device="cuda")
+    cos = torch.rand(50, head_dim // 2, device="cuda")
+    calls = 0
+    for seqlen, table in itertools.product((1, 5, 40), (None, [[1, 5, 0], [4, -1, 2]])):
+        pages = None if table is None else torch.tensor(table, dtype=torch.int32, device="cuda")
+        caches = (2, 45) if table is None else (6, 15)
+        k_cache = torch.rand(*caches, 2, head_dim, **shape)
+        v_cache = torch.rand(*caches, 2, head_dim_v, **shape)
+        q = torch.rand(2, seqlen, 8, head_dim, **shape)
+        k, v = (torch.rand(2, seqlen, 2, d, **shape) for d in (head_dim, head_dim_v))
+        for splits in (0, 2):
+            flash_ext.flash_attn_with_kvcache(
+                *(q, k_cache, v_cache, k, v, cos, cos, used, None, used // 2, pages),
+                causal=True,
+                num_splits=splits,
+            )
+            calls += 1
+    return calls
 
 
 def main() -> int:
@@ -45,9 +71,11 @@ def main() -> int:
                 if "no kernel of this build serves" not in str(error):
                     raise
                 refused += 1
+    cached = sum(caches(*dims, dtypes[position % 2]) for position, dims in enumerate(HEAD_DIMS))
     torch.cuda.synchronize()
     print(
-        f"{served + refused} forward and {served} backward calls on {torch.cuda.get_device_name()}"
+        f"{served + refused} forward, {served} backward and {cached} cache calls on "
+        f"{torch.cuda.get_device_name()}"
     )
     return 0
 

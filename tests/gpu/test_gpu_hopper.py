@@ -4,6 +4,7 @@ That it computes attention is what every other GPU test shows, where it serves. 
 that its tiles, rings of stages and tensor maps could get wrong.
 """
 
+import itertools
 import math
 
 import gpu_util
@@ -198,7 +199,7 @@ def test_many_tiles_of_unlike_length(head_dim, head_dim_v):
     q, k, v = (x[0] for x in inputs_with(head_dim, head_dim_v, total, batch=1, heads=(8, 2)))
     cu = int32(*ends)
     packed = with_lse(q, k, v, cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=700, causal=True)
-    for begin, end in zip(ends, ends[1:], strict=False):
+    for begin, end in itertools.pairwise(ends):
         if begin == end:
             continue
         out, lse = with_lse(*(x[None, begin:end] for x in (q, k, v)), causal=True)

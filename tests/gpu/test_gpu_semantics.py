@@ -53,9 +53,12 @@ FEATURE_CASES = {
 
 
 def half(case):
-    """The case in a dtype that GPUs take, without splits where no kernel has them."""
+    """The case in a dtype that GPUs take, without splits where no kernel has them.
+
+    With dropout none has: the kernel that splits keys is one for inference.
+    """
     dtype = BF16 if case.dtype == FP32 else case.dtype
-    splits = case.num_splits if gpu_util.declares("num_splits") else 0
+    splits = 0 if case.dropout_p or not gpu_util.declares("num_splits") else case.num_splits
     return replace(case, dtype=dtype, num_splits=splits)
 
 

@@ -93,8 +93,11 @@ struct Case {
   int num_splits = 1;
   int row_gap = 0;  // unused elements between rows
   double scale = 1;
-  std::vector<int32_t> cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k;
-  bool overlaps = false;  // sequences share rows: one thread, and rows mean nothing
+  std::vector<int32_t> cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k;
+  int page_size = 0;  // 0: not paged; else keys lie in num_pages pages
+  int num_pages = 0;
+  std::vector<int32_t> page_table;  // (batch, max_pages)
+  bool overlaps = false;            // sequences share rows: one thread, and rows mean nothing
 };
 
 std::vector<Case> all_cases() {
@@ -143,6 +146,16 @@ std::vector<Case> all_cases() {
   });
   add("packed, lengths overlap", [](Case& c) {
     c.cu_seqlens_q = {0, 60, 2}, c.cu_seqlens_k = {100, 3, 130}, c.overlaps = true;
+  });
+  add("hidden keys, out of range too",
+      [](Case& c) { c.leftpad_k = {70, kMost}, c.window_right = 0, c.sinks = true; });
+  add("pages", [](Case& c) {
+    c.page_size = 48, c.num_pages = 5, c.page_table = {4, 0, 2, 1, 3, 9};
+    c.seqused_k = {130, 50}, c.leftpad_k = {3, kLeast}, c.window_right = 0, c.num_splits = 2;
+  });
+  add("pages of one key, entries and lengths out of range", [](Case& c) {
+    c.seqlen_k = 6, c.page_size = 1, c.num_pages = 3;
+    c.page_table = {kMost, kLeast, 0, 1, 2, 3, -1, 5, 2, 0, 1, kMost}, c.seqused_k = {kMost, 5};
   });
   add("used lengths out of range",
       [](Case& c) { c.seqused_q = {kMost, kLeast}, c.seqused_k = {0, kMost}, c.window_left = 9; });
@@ -196,7 +209,9 @@ class Run {
 
   bool all() {
     forward();
-    return finite("out", out.array) && backward() && probs();
+    if (!finite("out", out.array)) return false;
+    if (c.page_size > 0) return append();
+    return !c.leftpad_k.empty() || (backward() && probs());  // only the forward hides keys
   }
 
  private:
@@ -204,6 +219,7 @@ class Run {
     return Tensor(dtype, packed, c.batch, c.seqlen_q, c.num_heads, dim, gap);
   }
   Tensor rows_k(int dim, int gap = 0) const {
+    if (c.page_size > 0) return Tensor(dtype, false, c.num_pages, c.page_size, c.num_heads_k, dim);
     return Tensor(dtype, packed, c.batch, c.seqlen_k, c.num_heads_k, dim, gap);
   }
 
@@ -218,6 +234,12 @@ class Run {
     p.head_dim = c.head_dim, p.head_dim_v = c.head_dim_v;
     p.side_q = {pointer(c.cu_seqlens_q), pointer(c.seqused_q), c.seqlen_q, c.seqlen_q};
     p.side_k = {pointer(c.cu_seqlens_k), pointer(c.seqused_k), c.seqlen_k, c.seqlen_k};
+    p.side_k.leftpad = pointer(c.leftpad_k);
+    if (c.page_size > 0) {
+      const int max_pages = static_cast<int>(c.page_table.size()) / c.batch;
+      p.pages = {pointer(c.page_table), max_pages, c.num_pages, c.page_size};
+      p.side_k.total = max_pages * c.page_size;
+    }
     p.softmax_scale = c.scale / std::sqrt(c.head_dim), p.softcap = c.softcap;
     p.window_left = c.window_left, p.window_right = c.window_right;
     p.rng_state = rng_state, p.dropout_threshold = static_cast<int>(256 * c.dropout_p + 0.5);
@@ -256,7 +278,8 @@ class Run {
     if (!entry) throw std::runtime_error("no kernel for this pass and dtype in the table");
     Array workspace(DType::kBool, static_cast<int64_t>(entry->workspace(p)));
     workspace.fill(1);  // the kernel initialises what it reads
-    if constexpr (!std::is_same_v<Params, ProbsParams>) p.workspace = workspace.data();
+    if constexpr (std::is_same_v<Params, FwdParams> || std::is_same_v<Params, BwdParams>)
+      p.workspace = workspace.data();
     entry->launch(p, launch);
   }
 
@@ -282,6 +305,25 @@ class Run {
     start(Pass::kBwd, p);
     return finite("dq", dq.array) && finite("dk", dk.array) && finite("dv", dv.array) &&
            finite("dbias", dbias) && finite("dalibi_slopes", dslopes) && finite("dsinks", dsinks);
+  }
+
+  // Three new rows a sequence, rotated, into the pages that the forward has read.
+  bool append() {
+    constexpr int kNew = 3;
+    Tensor new_k(dtype, false, c.batch, kNew, c.num_heads_k, c.head_dim),
+        new_v(dtype, false, c.batch, kNew, c.num_heads_k, c.head_dim_v);
+    Array table(DType::kFloat32, 7 * (c.head_dim / 2));
+    std::vector<int32_t> used(c.batch);
+    for (Array* array : {&new_k.array, &new_v.array, &table}) array->fill_normal(generator, 1);
+    AppendParams p;
+    static_cast<AttnParams&>(p) = base;
+    p.side_q = {nullptr, nullptr, kNew, kNew};
+    p.new_k = new_k.view, p.new_v = new_v.view;
+    p.rotary = {table.data(),  table.data(), c.head_dim / 2, c.head_dim / 2, DType::kFloat32, 7,
+                c.head_dim / 2};
+    p.cache_seqlens = c.seqused_k.data(), p.seqused_k = used.data();
+    start(Pass::kAppend, p);
+    return finite("k after an append", k.array) && finite("v after an append", v.array);
   }
 
   bool probs() {

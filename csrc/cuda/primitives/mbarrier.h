@@ -1,12 +1,13 @@
-// mbarrier, named barriers and setmaxnreg (sm_90): how warps of a block wait for copies and for each
-// other, and how they divide the registers.
+// mbarrier, named barriers and setmaxnreg (sm_90): how warps of a block wait for copies and for
+// each other, and how they divide the registers.
 #pragma once
 
 #include <cstdint>
 
 namespace flash::cuda {
 
-// ---- mbarrier: a 64-bit word in shared memory that counts arrivals and bytes -----------------------
+// ---- mbarrier: a 64-bit word in shared memory that counts arrivals and bytes
+// -----------------------
 
 __device__ __forceinline__ void mbarrier_init(uint32_t barrier, uint32_t arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
@@ -36,7 +37,8 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity)
       : "memory");
 }
 
-// ---- named barriers: 1 to 15; `threads` counts all that sync or arrive -----------------------------
+// ---- named barriers: 1 to 15; `threads` counts all that sync or arrive
+// -----------------------------
 
 __device__ __forceinline__ void named_sync(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
@@ -45,7 +47,8 @@ __device__ __forceinline__ void named_arrive(int barrier, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-// ---- setmaxnreg: once per warpgroup, by all of its warps -------------------------------------------
+// ---- setmaxnreg: once per warpgroup, by all of its warps
+// -------------------------------------------
 
 template <int kRegisters>
 __device__ __forceinline__ void registers_take() {

@@ -1,4 +1,5 @@
-// stmatrix (sm90): four 8 x 8 matrices of 16-bit elements to shared memory, the inverse of ldmatrix.
+// stmatrix (sm90): four 8 x 8 matrices of 16-bit elements to shared memory, the inverse of
+// ldmatrix.
 #pragma once
 
 #include <cstdint>

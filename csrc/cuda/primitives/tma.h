@@ -1,5 +1,6 @@
-// TMA, the tensor memory accelerator (sm_90): boxes of a strided tensor to swizzled shared memory and
-// back, by one thread. The tensor is described by a map that the host encodes and a kernel takes as a
+// TMA, the tensor memory accelerator (sm_90): boxes of a strided tensor to swizzled shared memory
+// and back, by one thread. The tensor is described by a map that the host encodes and a kernel
+// takes as a
 // __grid_constant__ parameter.
 #pragma once
 
@@ -68,10 +69,10 @@ inline CUtensorMap tma_map(const TmaTensor& t, CUtensorMapDataType type, int row
   const cuuint32_t box[4] = {64, static_cast<cuuint32_t>(rows), 1, 1};
   const cuuint32_t step[4] = {1, 1, 1, 1};
   CUtensorMap map;
-  const CUresult result = tma_encode()(
-      &map, type, 4, const_cast<void*>(t.data), size, stride, box, step,
-      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result =
+      tma_encode()(&map, type, 4, const_cast<void*>(t.data), size, stride, box, step,
+                   CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                   CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS)
     throw std::runtime_error("flash: the driver refuses a tensor map, error " +
                              std::to_string(static_cast<int>(result)));

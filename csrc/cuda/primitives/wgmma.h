@@ -40,9 +40,9 @@ __device__ __forceinline__ void pin(uint32_t (&r)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(r[i])::"memory");
 }
 
-// A tile in shared memory as wgmma reads it under the 128-byte swizzle: blocks of rows of 128 bytes,
-// each block at a multiple of 1024. `leading` is the distance in bytes between blocks, used only
-// where the contiguous direction is m or n; eight rows are 1024 bytes in either direction.
+// A tile in shared memory as wgmma reads it under the 128-byte swizzle: blocks of rows of 128
+// bytes, each block at a multiple of 1024. `leading` is the distance in bytes between blocks, used
+// only where the contiguous direction is m or n; eight rows are 1024 bytes in either direction.
 __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t smem_address, uint32_t leading = 16) {
   constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
   constexpr uint64_t kEightRows = uint64_t{1024 >> 4} << 32;
@@ -86,9 +86,9 @@ struct Wgmma;
 #define FLASH_REGS_14 FLASH_REGS_13 ", " FLASH_R13
 #define FLASH_REGS_15 FLASH_REGS_14 ", " FLASH_R14
 #define FLASH_REGS_16 FLASH_REGS_15 ", " FLASH_R15
-#define FLASH_D8(i)                                                                   \
-  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), \
-      "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+#define FLASH_D8(i)                                                                           \
+  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
+      "+f"(d[i + 6]), "+f"(d[i + 7])
 #define FLASH_OUT_1 FLASH_D8(0)
 #define FLASH_OUT_2 FLASH_OUT_1, FLASH_D8(8)
 #define FLASH_OUT_3 FLASH_OUT_2, FLASH_D8(16)
@@ -107,16 +107,17 @@ struct Wgmma;
 #define FLASH_OUT_16 FLASH_OUT_15, FLASH_D8(120)
 
 // In, its name in PTX, N, N / 16, and the numbers of the operands that follow the accumulators.
-#define FLASH_WGMMA_OF(In, type, n, eights, i0, i1, i2, i3, i4, i5, i6) \
+#define FLASH_WGMMA_OF(In, type, n, eights, i0, i1, i2, i3, i4, i5, i6)                          \
   template <>                                                                                    \
   struct Wgmma<In, n> {                                                                          \
     template <Major kMajorA, Major kMajorB>                                                      \
     static __device__ __forceinline__ void ss(float (&d)[n / 2], uint64_t a, uint64_t b,         \
                                               bool accumulate) {                                 \
-      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #i2 ", 0;\n"                              \
+      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #i2                                      \
+                   ", 0;\n"                                                                      \
                    "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type               \
                    " {" FLASH_REGS_##eights "}, %" #i0 ", %" #i1 ", p, 1, 1, %" #i3 ", %" #i4    \
-                   ";\n}"                                                                        \
+                                            ";\n}"                                               \
                    : FLASH_OUT_##eights                                                          \
                    : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)),                          \
                      "n"(static_cast<int>(kMajorA)), "n"(static_cast<int>(kMajorB)));            \
@@ -124,16 +125,17 @@ struct Wgmma;
     template <Major kMajorB>                                                                     \
     static __device__ __forceinline__ void rs(float (&d)[n / 2], const uint32_t (&a)[4],         \
                                               uint64_t b, bool accumulate) {                     \
-      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #i5 ", 0;\n"                              \
+      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #i5                                      \
+                   ", 0;\n"                                                                      \
                    "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type               \
                    " {" FLASH_REGS_##eights "}, {%" #i0 ", %" #i1 ", %" #i2 ", %" #i3 "}, %" #i4 \
-                   ", p, 1, 1, %" #i6 ";\n}"                                           \
+                                            ", p, 1, 1, %" #i6 ";\n}"                            \
                    : FLASH_OUT_##eights                                                          \
                    : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b),                         \
                      "r"(static_cast<int>(accumulate)), "n"(static_cast<int>(kMajorB)));         \
     }                                                                                            \
   };
-#define FLASH_WGMMA(...)                     \
+#define FLASH_WGMMA(...)                        \
   FLASH_WGMMA_OF(bfloat16, "bf16", __VA_ARGS__) \
   FLASH_WGMMA_OF(float16, "f16", __VA_ARGS__)
 FLASH_WGMMA(64, 4, 32, 33, 34, 35, 36, 37, 38)

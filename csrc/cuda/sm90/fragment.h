@@ -6,8 +6,8 @@
 //      (l / 4,     2 (l % 4)), (l / 4,     2 (l % 4) + 1)     slot 0
 //      (l / 4 + 8, 2 (l % 4)), (l / 4 + 8, 2 (l % 4) + 1)     slot 1
 //
-// so the four lanes of a quad share their rows, and two neighbouring blocks, rounded to 16 bits, are
-// the A operand of the next product's k16 step without an exchange.
+// so the four lanes of a quad share their rows, and two neighbouring blocks, rounded to 16 bits,
+// are the A operand of the next product's k16 step without an exchange.
 #pragma once
 
 #include "../../common/mask.h"
@@ -19,10 +19,10 @@
 namespace flash::cuda::sm90 {
 
 constexpr int kWarpSize = 32;
-constexpr int kWarpgroup = 128;    // threads
+constexpr int kWarpgroup = 128;     // threads
 constexpr int kWarpgroupRows = 64;  // of every product
-constexpr int kBlockDim = 64;      // elements of a 128-byte row of a shared-memory block
-constexpr int kSlots = 2;          // rows that a thread holds
+constexpr int kBlockDim = 64;       // elements of a 128-byte row of a shared-memory block
+constexpr int kSlots = 2;           // rows that a thread holds
 
 __device__ __forceinline__ int lane_id() { return threadIdx.x % kWarpSize; }
 __device__ __forceinline__ bool warp_any(bool x) { return __any_sync(0xFFFFFFFFu, x); }
@@ -69,8 +69,7 @@ template <int kN>
 __device__ __forceinline__ void exact_row_maxima(const Accumulator<kN>& s, float (&m)[kSlots]) {
   float most[kSlots][2] = {{-INFINITY, -INFINITY}, {-INFINITY, -INFINITY}};
 #pragma unroll
-  for (int i = 0; i < kN / 2; ++i)
-    most[i / 2 % 2][i % 2] = fmaxf(most[i / 2 % 2][i % 2], s.x[i]);
+  for (int i = 0; i < kN / 2; ++i) most[i / 2 % 2][i % 2] = fmaxf(most[i / 2 % 2][i % 2], s.x[i]);
 #pragma unroll
   for (int slot = 0; slot < kSlots; ++slot)
     m[slot] = reduce_row(fmaxf(most[slot][0], most[slot][1]),
@@ -112,13 +111,13 @@ __device__ __forceinline__ void to_operand(Operand<kN>& p, const Accumulator<kN>
 #pragma unroll
   for (int k = 0; k < kN / 16; ++k)
 #pragma unroll
-    for (int i = 0; i < 4; ++i)
-      p.r[k][i] = pack2<In>(s.x[8 * k + 2 * i], s.x[8 * k + 2 * i + 1]);
+    for (int i = 0; i < 4; ++i) p.r[k][i] = pack2<In>(s.x[8 * k + 2 * i], s.x[8 * k + 2 * i + 1]);
 #pragma unroll
   for (int k = 0; k < kN / 16; ++k) pin(p.r[k]);  // complete before the products' fence
 }
 
-// ---- tiles in shared memory ------------------------------------------------------------------------
+// ---- tiles in shared memory
+// ------------------------------------------------------------------------
 
 // A (kRows, kDim) tile: blocks of kRows rows of 64 elements, one after the other, as TMA fills them
 // under the 128-byte swizzle.
@@ -149,9 +148,11 @@ __device__ __forceinline__ void clear_rows_outside(char* tile, Range keep) {
   }
 }
 
-// ---- O ---------------------------------------------------------------------------------------------
+// ---- O
+// ---------------------------------------------------------------------------------------------
 
-// Four lanes of a quad hold a 4 x 4 matrix of words, lane l column l; afterwards lane l holds row l.
+// Four lanes of a quad hold a 4 x 4 matrix of words, lane l column l; afterwards lane l holds row
+// l.
 __device__ __forceinline__ void transpose_quad(uint32_t (&r)[4]) {
   const bool odd = lane_id() & 1, high = lane_id() & 2;
 #pragma unroll
@@ -180,7 +181,7 @@ __device__ __forceinline__ void store_tile(const Accumulator<kDim>& o, uint32_t 
 #pragma unroll
   for (int n = 0; n < kDim / 8; n += 2) {
     const int chunk = n % 8 + matrix / 2;
-    const float(&x)[kDim / 2] = o.x;
+    const float (&x)[kDim / 2] = o.x;
     stmatrix_x4(tile + n / 8 * kBlockRows * 128 + row * 128 + ((chunk ^ row % 8) << 4),
                 pack2<In>(x[4 * n] * scale[0], x[4 * n + 1] * scale[0]),
                 pack2<In>(x[4 * n + 2] * scale[1], x[4 * n + 3] * scale[1]),
@@ -216,7 +217,8 @@ __device__ __forceinline__ void store_rows(const Accumulator<kDim>& o, const flo
 #pragma unroll
       for (int d = 0; d < 8; ++d)
         if (col + d < dim)
-          reinterpret_cast<uint16_t*>(target)[d] = static_cast<uint16_t>(r[d / 2] >> (16 * (d % 2)));
+          reinterpret_cast<uint16_t*>(target)[d] =
+              static_cast<uint16_t>(r[d / 2] >> (16 * (d % 2)));
     }
 }
 

@@ -7,9 +7,11 @@
 // cores run the product with V of the block before, also where the two belong to different tiles.
 //
 // Who waits for whom (docs/hopper.md has the figure):
-//   producer   for empty stages of Q, K, V, which consumers' warps free when their products are done
-//   consumer   for full stages; for its turn at the tensor cores, which the previous consumer passes
-//              on when its products are issued, so that one's softmax lies under the others' products
+//   producer   for empty stages of Q, K, V, which consumers' warps free when their products are
+//   done consumer   for full stages; for its turn at the tensor cores, which the previous consumer
+//   passes
+//              on when its products are issued, so that one's softmax lies under the others'
+//              products
 #pragma once
 
 #include "../../common/score.h"
@@ -86,10 +88,11 @@ __device__ __forceinline__ uint32_t smem_of(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
-// ---- producer --------------------------------------------------------------------------------------
+// ---- producer
+// --------------------------------------------------------------------------------------
 
-// One thread. Loads go out in the order of use: Q, K0, K1, V0, K2, V1, ..., where K1 may be the first
-// of the next tile.
+// One thread. Loads go out in the order of use: Q, K0, K1, V0, K2, V1, ..., where K1 may be the
+// first of the next tile.
 template <typename Traits>
 class FwdProducer {
   using Shape = typename Traits::Shape;
@@ -199,7 +202,8 @@ class FwdProducer {
   unsigned q_count = 0, k_count = 0, v_count = 0;
 };
 
-// ---- consumer --------------------------------------------------------------------------------------
+// ---- consumer
+// --------------------------------------------------------------------------------------
 
 template <typename Traits>
 class FwdConsumer {
@@ -219,13 +223,17 @@ class FwdConsumer {
  public:
   __device__ __forceinline__ FwdConsumer(const FwdParams& params, const FwdMaps& tensor_maps,
                                          Storage& storage, int consumer_)
-      : p(params), maps(tensor_maps), exp_scale(tensor_maps.exp_scale), smem(storage), consumer(consumer_) {}
+      : p(params),
+        maps(tensor_maps),
+        exp_scale(tensor_maps.exp_scale),
+        smem(storage),
+        consumer(consumer_) {}
 
   // The schedule. S is of the block that the stream is at, P of the one before it, until P has been
   // made of S.
   //
-  // One loop that is never entered again: ptxas then knows that the warp stays together in it, guards
-  // no branch and keeps the products' descriptors in uniform registers.
+  // One loop that is never entered again: ptxas then knows that the warp stays together in it,
+  // guards no branch and keeps the products' descriptors in uniform registers.
   __device__ __forceinline__ void run() {
     if (!next_tile()) return;
     start();
@@ -266,7 +274,8 @@ class FwdConsumer {
   }
 
  private:
-  // ---- turns at the tensor cores -------------------------------------------------------------------
+  // ---- turns at the tensor cores
+  // -------------------------------------------------------------------
 
   enum : int { kTurnBarrier = 1, kOwnBarrier = kTurnBarrier + Traits::kConsumers };
 
@@ -282,7 +291,8 @@ class FwdConsumer {
     if (consumer == 0) wait_turn();
   }
 
-  // ---- the stream of key blocks --------------------------------------------------------------------
+  // ---- the stream of key blocks
+  // --------------------------------------------------------------------
 
   // Whether P's block is the stream's or the one before it.
   enum Distance : int { kHere = 0, kBehind = 1 };
@@ -306,7 +316,8 @@ class FwdConsumer {
     free_stored();
     ++tile_count;
     clears <<= 1;
-    mbarrier_wait(smem_of(&smem.q_full[stage_of<Shape::kQStages>(tile_count)]), parity_of<Shape::kQStages>(tile_count));
+    mbarrier_wait(smem_of(&smem.q_full[stage_of<Shape::kQStages>(tile_count)]),
+                  parity_of<Shape::kQStages>(tile_count));
     const Tile& tile = tile_of(tile_count);
     if (tile.head < 0) return false;
     n_block = tile.last_block;
@@ -347,12 +358,14 @@ class FwdConsumer {
     release(smem.q_empty[stage_of<Shape::kQStages>(count)]);
   }
 
-  // ---- products ------------------------------------------------------------------------------------
+  // ---- products
+  // ------------------------------------------------------------------------------------
 
   __device__ __forceinline__ void gemm_qk() {
     const int stage = stage_of<Shape::kStages>(step);
     mbarrier_wait(smem_of(&smem.k_full[stage]), parity_of<Shape::kStages>(step));
-    const uint32_t q_tile = smem_of(smem.q[stage_of<Shape::kQStages>(tile_count)]), k_tile = smem_of(smem.k[stage]);
+    const uint32_t q_tile = smem_of(smem.q[stage_of<Shape::kQStages>(tile_count)]),
+                   k_tile = smem_of(smem.k[stage]);
     pin(acc_s.x);
     wgmma_fence();
 #pragma unroll
@@ -389,7 +402,8 @@ class FwdConsumer {
     named_sync(kOwnBarrier + consumer, kWarpgroup);
   }
 
-  // ---- scores --------------------------------------------------------------------------------------
+  // ---- scores
+  // --------------------------------------------------------------------------------------
 
   __device__ __forceinline__ void score_and_mask() {
     if (!kPlain) {
@@ -424,13 +438,14 @@ class FwdConsumer {
 #pragma unroll
     for (int slot = 0; slot < kSlots; ++slot)
       limit[slot] = limit_of(mask, rows_of(tile).begin + row_of(slot)) - n_block * kBlockN;
-    acc_s.for_each([&](float& s, int slot, int col) { s = sees(col, limit[slot]) ? s : -INFINITY; });
+    acc_s.for_each(
+        [&](float& s, int slot, int col) { s = sees(col, limit[slot]) ? s : -INFINITY; });
   }
 
-  // s becomes p = exp(s - reference) in powers of two. A row's reference is its maximum in the first
-  // block where it sees a key; any reference gives the same result, as long as nothing overflows. So
-  // no maximum is looked for later, and nothing is rescaled: that a row has outgrown its reference
-  // shows in the sum of its exponentials, after the fact (lower_rows).
+  // s becomes p = exp(s - reference) in powers of two. A row's reference is its maximum in the
+  // first block where it sees a key; any reference gives the same result, as long as nothing
+  // overflows. So no maximum is looked for later, and nothing is rescaled: that a row has outgrown
+  // its reference shows in the sum of its exponentials, after the fact (lower_rows).
   __device__ __forceinline__ void online_softmax() {
     if (unseen) find_references();
     float shift[kSlots] = {shift_of(reference[0]), shift_of(reference[1])};
@@ -544,9 +559,9 @@ class FwdConsumer {
       m[slot] = reduce_row(m[slot], [](float a, float b) { return fmaxf(a, b); });
       if (!lost[slot]) continue;
       const float from = reference[slot];
-      factor[slot] = exp2_approx(is_huge(from) || is_huge(m[slot])
-                                     ? (from - m[slot]) * exp_scale
-                                     : shift_of(from) - shift_of(m[slot]));
+      factor[slot] =
+          exp2_approx(is_huge(from) || is_huge(m[slot]) ? (from - m[slot]) * exp_scale
+                                                        : shift_of(from) - shift_of(m[slot]));
       reference[slot] = m[slot];
       block_sum[slot] = 0.f;
     }
@@ -602,7 +617,8 @@ class FwdConsumer {
     row_sum[slot] = sum;
   }
 
-  // ---- rows ----------------------------------------------------------------------------------------
+  // ---- rows
+  // ----------------------------------------------------------------------------------------
 
   // Statistics of a finished tile are kept until its last product is done.
   __device__ __forceinline__ void close_rows() {
@@ -640,8 +656,8 @@ class FwdConsumer {
       if (row[slot] < tile.seqlen_q && owns_row()) lse[row[slot]] = end.lse;
       scale[slot] = end.out_scale;
     }
-    // A map's box ends where the tensor does. Where rows that follow belong to somebody else, or the
-    // rows of out fit no map, threads write what is there.
+    // A map's box ends where the tensor does. Where rows that follow belong to somebody else, or
+    // the rows of out fit no map, threads write what is there.
     const bool whole = rows_of(tile).end <= tile.seqlen_q || tile.seqlen_q == p.side_q.total;
     if (kReleaseLate && maps.stores_out && whole) {
       store_by_map(tile, at, scale);
@@ -663,7 +679,8 @@ class FwdConsumer {
   // them later (free_stored).
   __device__ __forceinline__ void store_by_map(const Tile& tile, unsigned at,
                                                const float (&scale)[kSlots]) {
-    const uint32_t o_tile = smem_of(smem.q[stage_of<Shape::kQStages>(at)]) + consumer * kWarpgroupRows * 128;
+    const uint32_t o_tile =
+        smem_of(smem.q[stage_of<Shape::kQStages>(at)]) + consumer * kWarpgroupRows * 128;
     store_tile<In, Shape::kBlockM>(acc_o, o_tile, scale);
     async_proxy_fence();
     named_sync(kOwnBarrier + consumer, kWarpgroup);
@@ -686,9 +703,9 @@ class FwdConsumer {
   }
 
   static constexpr float kLn2 = 0.6931471805599453f;
-  static constexpr float kMost = 1 << 14;    // of a thread's sum: P stays below fp16's largest
-  static constexpr float kLost = 1e30f;      // a correction by more would underflow
-  static constexpr float kHuge = 1 << 20;    // whose roundings are 1/16
+  static constexpr float kMost = 1 << 14;  // of a thread's sum: P stays below fp16's largest
+  static constexpr float kLost = 1e30f;    // a correction by more would underflow
+  static constexpr float kHuge = 1 << 20;  // whose roundings are 1/16
 
   const FwdParams& p;
   const FwdMaps& maps;
@@ -713,16 +730,18 @@ class FwdConsumer {
   float reference[kSlots] = {-INFINITY, -INFINITY};
   float row_sum[kSlots] = {}, row_lost[kSlots] = {};  // this thread's share; see add_to_row
   float block_sum[kSlots];                            // of this block
-  bool unseen = true, huge = false;  // some row has no reference; has a huge one
+  bool unseen = true, huge = false;                   // some row has no reference; has a huge one
   float done_max[kSlots], done_sum[kSlots];
   int stored_stage = -1;  // of Q, from which O is on its way
 };
 
-// ---- kernel ----------------------------------------------------------------------------------------
+// ---- kernel
+// ----------------------------------------------------------------------------------------
 
 template <typename Traits>
 __device__ __forceinline__ void init_barriers(FwdStorage<Traits>& smem) {
-  constexpr int kWarps = Traits::kConsumers * kWarpgroup / kWarpSize;  // one arrival a consumer warp
+  constexpr int kWarps =
+      Traits::kConsumers * kWarpgroup / kWarpSize;  // one arrival a consumer warp
   const auto init = [](auto& full, auto& empty) {
     for (auto& barrier : full) mbarrier_init(smem_of(&barrier), 1);
     for (auto& barrier : empty) mbarrier_init(smem_of(&barrier), kWarps);
@@ -771,10 +790,13 @@ FwdMaps fwd_maps(const FwdParams& p) {
   const TmaTensor q = tma_tensor(p.q, p.side_q, p.num_heads, p.head_dim, p.batch);
   const TmaTensor o = tma_tensor(p.out, p.side_q, p.num_heads, p.head_dim_v, p.batch);
   const bool stores_out = tma_fits(o);
-  return {tma_map(q, kType, Shape::kBlockM), tma_map(k, kType, Shape::kBlockN),
-          tma_map(v, kType, Shape::kBlockN),
-          stores_out ? tma_map(o, kType, kWarpgroupRows) : CUtensorMap{}, stores_out,
-          Traits::kScore == ScoreKind::kPlain ? static_cast<float>(p.softmax_scale * kLog2e) : kLog2e};
+  return {
+      tma_map(q, kType, Shape::kBlockM),
+      tma_map(k, kType, Shape::kBlockN),
+      tma_map(v, kType, Shape::kBlockN),
+      stores_out ? tma_map(o, kType, kWarpgroupRows) : CUtensorMap{},
+      stores_out,
+      Traits::kScore == ScoreKind::kPlain ? static_cast<float>(p.softmax_scale * kLog2e) : kLog2e};
 }
 
 template <typename Traits>

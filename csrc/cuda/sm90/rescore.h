@@ -1,8 +1,8 @@
 // Scores of a block of keys anew, by one warp, from global memory: for the rare row whose
 // exponentials overflowed before anybody knew its maximum.
 //
-// mma.sync holds a 16 x 8 tile as wgmma's warps do, so the results fit into the same registers. Slow
-// and independent of the pipeline: nothing waits, nothing is kept in shared memory for it.
+// mma.sync holds a 16 x 8 tile as wgmma's warps do, so the results fit into the same registers.
+// Slow and independent of the pipeline: nothing waits, nothing is kept in shared memory for it.
 #pragma once
 
 #include "../../params.h"

@@ -6,8 +6,8 @@
 
 namespace flash::cuda::sm90 {
 
-// Query rows of one (sequence, head) and the blocks of keys that they see. The producer writes it to
-// shared memory beside the tile's Q.
+// Query rows of one (sequence, head) and the blocks of keys that they see. The producer writes it
+// to shared memory beside the tile's Q.
 struct Tile {
   int head;  // -1: there are no more tiles
   int head_k;
@@ -15,12 +15,13 @@ struct Tile {
   int first_row;  // inside the sequence
   int seqlen_q;
   int seqlen_k;
-  int first_block;  // of keys; walked from the last one down. At least one: where no row sees a key,
+  int first_block;  // of keys; walked from the last one down. At least one: where no row sees a
+                    // key,
   int last_block;   // its scores are all masked
   int keep_begin;   // keys whose V rows are clean: others of a block are zeroed, because 0 x NaN
   int keep_end;     // must not come into being. Past the tensor's end TMA has zero-filled already
   int clears;       // whether there are such rows
-  int offset_q;  // rows before the sequence in q, in k
+  int offset_q;     // rows before the sequence in q, in k
   int offset_k;
 };
 
@@ -31,8 +32,8 @@ constexpr int64_t kFwdBandBytes = int64_t{32} << 20;
 // heads the longest rows of a causal mask come first.
 struct Schedule {
   unsigned m_blocks;
-  unsigned band;   // heads whose tiles are ordered together
-  unsigned tiles;  // in all
+  unsigned band;      // heads whose tiles are ordered together
+  unsigned tiles;     // in all
   unsigned* claimed;  // beyond each block's first; null: tiles are dealt out in turn
 
   // The tile that this block takes after `index`; `tiles` or more: none.

@@ -18,18 +18,18 @@
 #include "../../params.h"
 
 #include "../launch.h"
+#include "kinds.h"
 
 #include <config.h>
 #include <copy.h>
 #include <fragment.h>
 
+#include "online.cuh"
+
 namespace flash::cuda {
 
-// What changes registers or the loop, and so is compiled apart.
-enum class ScoreKind { kPlain, kModified };  // plain: the scaled product, nothing else
-enum class DropoutKind { kOff, kOn };
-
-template <typename In_, int kDim_, int kSmemKB, ScoreKind kScore_, DropoutKind kDropout_>
+template <typename In_, int kDim_, int kSmemKB, ScoreKind kScore_, DropoutKind kDropout_,
+          KeysKind kKeys_>
 struct FwdTraits {
   using In = In_;
   using Config = FwdConfig<kDim_, kSmemKB>;
@@ -39,6 +39,8 @@ struct FwdTraits {
   static constexpr int kThreads = Shape::kWarps * kWarpSize;
   static constexpr ScoreKind kScore = kScore_;
   static constexpr DropoutKind kDropout = kDropout_;
+  using KeyCopy = TileCopy<kDim, Shape::kBlockN, kThreads,
+                           std::conditional_t<kKeys_ == KeysKind::kPages, PageSource, RowSource>>;
 };
 
 template <typename Traits>
@@ -100,13 +102,13 @@ class FwdBlock {
         head(head_),
         batch(batch_),
         seq(seq_info(p.side_q, p.side_k, batch)),
-        mask{seq.seqlen_q, seq.seqlen_k, p.window_left, p.window_right},
+        mask{seq.seqlen_q, seq.seqlen_k, p.window_left, p.window_right, seq.first_k},
         block_rows(block_range(m_block, kBlockM)),
         rows(intersect(block_rows, {0, seq.seqlen_q})),
         seen(mask.keys_of(rows)),
         first_row(m_block * kBlockM + warp_id() * kWarpRows),
-        copy_k(p.k, batch, seq.offset_k, head / p.group(), p.head_dim),
-        copy_v(p.v, batch, seq.offset_k, head / p.group(), p.head_dim_v) {}
+        copy_k(p.k, batch, seq.offset_k, head / p.group(), p.head_dim, p.pages),
+        copy_v(p.v, batch, seq.offset_k, head / p.group(), p.head_dim_v, p.pages) {}
 
   // The schedule of a block.
   __device__ __forceinline__ void run() {
@@ -134,16 +136,8 @@ class FwdBlock {
     if (!blocks.empty()) load_kv(blocks.end - 1);
     copy_commit();
     acc_o.clear();
-#pragma unroll
-    for (int slot = 0; slot < kSlots; ++slot) {
-      row_max[slot] = -INFINITY;
-      row_sum[slot] = 0.f;
-      row_lost[slot] = 0.f;
-    }
-    if (kPlain) {
-      exp_scale = static_cast<float>(p.softmax_scale) * kLog2e;
-    } else {
-      exp_scale = kLog2e;
+    online.start(kPlain ? static_cast<float>(p.softmax_scale) * kLog2e : kLog2e);
+    if (!kPlain) {
       score = make_score<float>(static_cast<float>(p.softmax_scale), static_cast<float>(p.softcap),
                                 p.bias.of(batch, head), p.alibi_slopes.of(batch, head, 0.f),
                                 mask.diagonal());
@@ -168,7 +162,7 @@ class FwdBlock {
     acc_s.clear();
     gemm_qk(acc_s, k);
     score_and_mask<kEdge>(acc_s, keys);
-    online_softmax(acc_s);
+    online.update(acc_s, acc_o);
     if (Traits::kDropout == DropoutKind::kOn)  // after the sum: lse does not know of dropout
       apply_dropout(acc_s, dropout, batch, head, first_row, keys.begin);
     gemm_pv(acc_s, v);
@@ -205,76 +199,6 @@ class FwdBlock {
     }
   }
 
-  // s becomes p = exp(s - row_max) in powers of two. Sum and output follow the maximum where it
-  // moved; with Rescale::kWhenMoved a warp whose rows all kept theirs skips the product with O.
-  __device__ __forceinline__ void online_softmax(AccS& acc_s) {
-    float m_new[kSlots];
-#pragma unroll
-    for (int slot = 0; slot < kSlots; ++slot) m_new[slot] = row_max[slot];
-    acc_s.for_each([&](float s, int slot, int) { m_new[slot] = fmaxf(m_new[slot], s); });
-    bool moved = false;
-#pragma unroll
-    for (int slot = 0; slot < kSlots; ++slot) {
-      m_new[slot] = AccS::reduce_row(m_new[slot], [](float a, float b) { return fmaxf(a, b); });
-      moved |= m_new[slot] != row_max[slot];
-    }
-    if (Shape::kRescale == Rescale::kAlways || warp_any(moved)) rescale(m_new);
-    if (!kSubtractFirst) settle_huge(acc_s);
-    float shift[kSlots];  // what is subtracted; 0 where nothing was seen, for s - m would be NaN
-#pragma unroll
-    for (int slot = 0; slot < kSlots; ++slot) {
-      if (kSubtractFirst)
-        shift[slot] = row_max[slot] == -INFINITY ? 0.f : row_max[slot];
-      else
-        shift[slot] = fabsf(row_max[slot]) > kHuge ? 0.f : row_max[slot] * exp_scale;
-    }
-    float tile_sum[kSlots] = {};
-    acc_s.for_each([&](float& s, int slot, int) {
-      s = exp2_approx(kSubtractFirst ? (s - shift[slot]) * exp_scale : s * exp_scale - shift[slot]);
-      tile_sum[slot] += s;
-    });
-#pragma unroll
-    for (int slot = 0; slot < kSlots; ++slot) add_to_row(slot, tile_sum[slot]);
-  }
-
-  // Kahan's sum, once a tile: over millions of keys of like weight the roundings of a plain float
-  // sum all go the same way (4M keys: 1 % of the sum).
-  __device__ __forceinline__ void add_to_row(int slot, float x) {
-    const float y = x - row_lost[slot];
-    const float sum = row_sum[slot] + y;
-    row_lost[slot] = (sum - row_sum[slot]) - y;
-    row_sum[slot] = sum;
-  }
-
-  // The one multiply-add above rounds row_max * exp_scale. Where a row's maximum is beyond kHuge (a
-  // row of finfo.min biases, products of huge q and k), that rounding alone is more than any
-  // exponential: subtract first there. A step that is scheduled as one piece has no room for the
-  // branch and always subtracts first.
-  __device__ __forceinline__ void settle_huge(AccS& acc_s) {
-    bool huge = false;
-#pragma unroll
-    for (int slot = 0; slot < kSlots; ++slot)
-      huge |= fabsf(row_max[slot]) > kHuge && row_max[slot] != -INFINITY;
-    if (!warp_any(huge)) return;
-    acc_s.for_each([&](float& s, int slot, int) {
-      if (fabsf(row_max[slot]) > kHuge && row_max[slot] != -INFINITY) s -= row_max[slot];
-    });
-  }
-
-  __device__ __forceinline__ void rescale(const float (&m_new)[kSlots]) {
-    float factor[kSlots];
-#pragma unroll
-    for (int slot = 0; slot < kSlots; ++slot) {
-      factor[slot] = m_new[slot] == row_max[slot]
-                         ? 1.f
-                         : exp2_approx((row_max[slot] - m_new[slot]) * exp_scale);
-      row_max[slot] = m_new[slot];
-      row_sum[slot] *= factor[slot];
-      row_lost[slot] *= factor[slot];
-    }
-    acc_o.for_each([&](float& o, int slot, int) { o *= factor[slot]; });
-  }
-
   __device__ __forceinline__ void gemm_pv(const AccS& acc_s, uint32_t v_tile) {
 #pragma unroll
     for (int k = 0; k < kBlockN / 16; ++k)
@@ -288,9 +212,9 @@ class FwdBlock {
     float* lse = static_cast<float*>(p.lse);
 #pragma unroll
     for (int slot = 0; slot < kSlots; ++slot) {
-      const float sum = AccO::reduce_row(row_sum[slot], [](float a, float b) { return a + b; });
-      const float m = row_max[slot] == -INFINITY ? -INFINITY : row_max[slot] * to_natural;
-      const RowEnd<float> end = finish_row(m, sum, sink);
+      const float row_max = online.row_max[slot];
+      const float m = row_max == -INFINITY ? -INFINITY : row_max * to_natural;
+      const RowEnd<float> end = finish_row(m, online.total(slot), sink);
       const int i = first_row + AccO::row(slot);
       if (AccO::owns_row() && i < rows.end) lse[p.row_index(batch, head, seq, i)] = end.lse;
       out_scale[slot] = end.out_scale;
@@ -312,10 +236,6 @@ class FwdBlock {
                      first_row, count);
   }
 
-  static constexpr float kLog2e = 1.4426950408889634f;
-  static constexpr float kHuge = 1e9f;
-  static constexpr bool kSubtractFirst = Shape::kRescale == Rescale::kAlways;
-
   const FwdParams& p;
   Storage& smem;
   const int head, batch;
@@ -326,13 +246,10 @@ class FwdBlock {
   const Range rows;     // those inside the sequence
   const Range seen;     // keys that they see
   const int first_row;  // of this warp
-  const TileCopy<kDim, kBlockN, Traits::kThreads> copy_k, copy_v;
+  const typename Traits::KeyCopy copy_k, copy_v;
 
   AccO acc_o;
-  float row_max[kSlots];
-  float row_lost[kSlots];  // what row_sum's additions rounded up, see add_to_row
-  float row_sum[kSlots];   // this thread's share; joined at the end
-  float exp_scale;         // from the unit of row_max to powers of two
+  OnlineRows<AccS, AccO, Shape::kRescale> online;
   Score<float> score;
   Dropout dropout;
 };
@@ -352,9 +269,7 @@ void launch_fwd(const FwdParams& p, const Launch& launch) {
   using Shape = typename Traits::Shape;
   constexpr int kSmemBytes = sizeof(FwdStorage<Traits>);
   const auto kernel = &fwd_kernel<Traits, kSmemBytes>;
-  check(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
-                             cudaFuncAttributeMaxDynamicSharedMemorySize, kSmemBytes),
-        "the shared memory of a forward kernel");
+  allow_smem(reinterpret_cast<const void*>(kernel), kSmemBytes);
   const int64_t heads = static_cast<int64_t>(p.batch) * p.num_heads;
   const int m_blocks = ceil_div(p.side_q.longest(), Shape::kBlockM);
   const int64_t head_bytes =
@@ -367,12 +282,11 @@ void launch_fwd(const FwdParams& p, const Launch& launch) {
   check(cudaGetLastError(), "a forward kernel");
 }
 
-// The kernel for the run-time features of a problem.
-template <typename In, int kDim, int kSmemKB>
-void fwd(const FwdParams& p, const Launch& launch) {
-  const bool plain = p.softcap == 0 && !p.bias.data && !p.alibi_slopes.data && p.softmax_scale > 0;
+template <typename In, int kDim, int kSmemKB, KeysKind kKeys>
+void fwd_over(const FwdParams& p, const Launch& launch) {
   const auto run = [&](auto score, auto dropout) {
-    launch_fwd<FwdTraits<In, kDim, kSmemKB, decltype(score)::value, decltype(dropout)::value>>(
+    launch_fwd<
+        FwdTraits<In, kDim, kSmemKB, decltype(score)::value, decltype(dropout)::value, kKeys>>(
         p, launch);
   };
   const auto with_score = [&](auto score) {
@@ -381,12 +295,31 @@ void fwd(const FwdParams& p, const Launch& launch) {
     else
       run(score, Constant<DropoutKind::kOff>{});
   };
-  if (plain)
+  if (is_plain(p))
     with_score(Constant<ScoreKind::kPlain>{});
   else
     with_score(Constant<ScoreKind::kModified>{});
 }
 
-inline size_t fwd_workspace(const FwdParams&) { return 0; }
+// The kernel for the run-time features of a problem.
+template <typename In, int kDim, int kSmemKB>
+void fwd(const FwdParams& p, const Launch& launch) {
+  fwd_over<In, kDim, kSmemKB, KeysKind::kRows>(p, launch);
+}
+
+// Likewise, with keys in pages.
+template <typename In, int kDim, int kSmemKB>
+void fwd_paged(const FwdParams& p, const Launch& launch) {
+  fwd_over<In, kDim, kSmemKB, KeysKind::kPages>(p, launch);
+}
+
+template <typename In, int kDim, int kSmemKB>
+size_t fwd_workspace(const FwdParams&) {
+  return 0;
+}
+template <typename In, int kDim, int kSmemKB>
+size_t fwd_paged_workspace(const FwdParams&) {
+  return 0;
+}
 
 }  // namespace flash::cuda
