@@ -27,11 +27,6 @@ constexpr int kSlots = 2;           // rows that a thread holds
 __device__ __forceinline__ int lane_id() { return threadIdx.x % kWarpSize; }
 __device__ __forceinline__ bool warp_any(bool x) { return __any_sync(0xFFFFFFFFu, x); }
 
-// Whether any of the four lanes that share their rows says so.
-__device__ __forceinline__ bool quad_any(bool x) {
-  return __ballot_sync(0xFFFFFFFFu, x) >> (lane_id() & ~3) & 0xF;
-}
-
 // Row of the warpgroup's tile that a slot stands for.
 __device__ __forceinline__ int row_of(int slot) {
   return threadIdx.x % kWarpgroup / kWarpSize * 16 + 8 * slot + lane_id() / 4;
@@ -78,9 +73,10 @@ __device__ __forceinline__ void exact_row_maxima(const Accumulator<kN>& s, float
 
 // The same by Hopper's maximum of three integers, half an instruction a score: floats compare like
 // their bits where one of them is not negative. A warp with a row without such a score goes the
-// exact way.
-template <int kN>
-__device__ __forceinline__ void row_maxima(const Accumulator<kN>& s, float (&m)[kSlots]) {
+// exact way. Returns whether asks(m) in some lane, by one vote in the usual case.
+template <int kN, typename Asks>
+__device__ __forceinline__ bool row_maxima(const Accumulator<kN>& s, float (&m)[kSlots],
+                                           Asks asks) {
   constexpr int kLeast = -2147483647 - 1;
   int most[kSlots][2] = {{kLeast, kLeast}, {kLeast, kLeast}};
 #pragma unroll
@@ -97,7 +93,9 @@ __device__ __forceinline__ void row_maxima(const Accumulator<kN>& s, float (&m)[
     m[slot] = __int_as_float(x);
     negative |= x < 0;
   }
-  if (warp_any(negative)) exact_row_maxima(s, m);
+  if (!warp_any(negative || asks(m))) return false;
+  exact_row_maxima(s, m);
+  return warp_any(asks(m));
 }
 
 // P as the A operands of its k16 steps.

@@ -24,7 +24,6 @@
 
 #include "config.h"
 #include "fragment.h"
-#include "rescore.h"
 #include "work.h"
 
 namespace flash::cuda::sm90 {
@@ -244,7 +243,7 @@ class FwdConsumer {
     open_rows();
     score_and_mask();
     online_softmax();
-    settle_block();
+    to_operand<In>(probs, acc_s);
     while (advance()) {
       wait_turn();
       gemm_qk();
@@ -261,8 +260,11 @@ class FwdConsumer {
       pin(acc_o.x);
       pin(acc_s.x);
       release_v(kBehind);
-      if (crossing) finish(tile_count - 1);
-      settle_rows();
+      if (crossing)
+        finish(tile_count - 1);
+      else
+        rescale();
+      to_operand<In>(probs, acc_s);  // now: the product just waited for has read the old ones
     }
     gemm_pv(kHere);
     close_rows();
@@ -442,150 +444,53 @@ class FwdConsumer {
         [&](float& s, int slot, int col) { s = sees(col, limit[slot]) ? s : -INFINITY; });
   }
 
-  // s becomes p = exp(s - reference) in powers of two. A row's reference is its maximum in the
-  // first block where it sees a key; any reference gives the same result, as long as nothing
-  // overflows. So no maximum is looked for later, and nothing is rescaled: that a row has outgrown
-  // its reference shows in the sum of its exponentials, after the fact (lower_rows).
+  // s becomes p = exp(s - maximum) in powers of two. The maximum is followed at once and not, as
+  // would be cheaper, when it has grown by a factor: a row's largest p is then 1, which P holds
+  // exactly.
   __device__ __forceinline__ void online_softmax() {
-    if (unseen) find_references();
+    float m[kSlots];
+    moved = row_maxima(acc_s, m, [&](const float (&most)[kSlots]) {
+      return exceeds(most[0], 0) || exceeds(most[1], 1);
+    });
+    if (moved) move_reference(m);
     float shift[kSlots] = {shift_of(reference[0]), shift_of(reference[1])};
     if (huge) settle_huge(shift);
-    float parts[kSlots][2] = {};  // two chains of additions each
+    float sum[kSlots][2] = {};  // two chains of additions each
 #pragma unroll
     for (int i = 0; i < kBlockN / 2; ++i) {
       float& s = acc_s.x[i];
       s = exp2_approx(s * exp_scale - shift[i / 2 % 2]);
-      parts[i / 2 % 2][i % 2] += s;
+      sum[i / 2 % 2][i % 2] += s;
     }
 #pragma unroll
-    for (int slot = 0; slot < kSlots; ++slot) block_sum[slot] = parts[slot][0] + parts[slot][1];
+    for (int slot = 0; slot < kSlots; ++slot) add_to_row(slot, sum[slot][0] + sum[slot][1]);
   }
 
-  // P is made, sums are added: after the product that the old P is read by.
-  __device__ __forceinline__ void settle_block() {
-    to_operand<In>(probs, acc_s);
-#pragma unroll
-    for (int slot = 0; slot < kSlots; ++slot) add_to_row(slot, block_sum[slot]);
+  // NaN too: a row that has one is NaN.
+  __device__ __forceinline__ bool exceeds(float m, int slot) const {
+    return !(m <= reference[slot]);
   }
 
-  // The same where a row may have outgrown its reference.
-  __device__ __forceinline__ void settle_rows() {
-    if (!warp_any(outgrown(block_sum[0]) || outgrown(block_sum[1]))) return settle_block();
-    float factor[kSlots] = {1.f, 1.f};   // from the old reference to a new one
-    bool lost[kSlots] = {false, false};  // exponentials of the row, to overflow or nearly
-    lower_rows(factor, lost);
-    to_operand<In>(probs, acc_s);
-    if (warp_any(lost[0] || lost[1])) compute_again(factor, lost);
-    rescale(factor);
-#pragma unroll
-    for (int slot = 0; slot < kSlots; ++slot) add_to_row(slot, block_sum[slot]);
-  }
-
-  // NaN too.
-  __device__ __forceinline__ bool outgrown(float sum) const { return !(sum <= kMost); }
-
-  // Of rows that have none.
-  __device__ __forceinline__ void find_references() {
-    float m[kSlots];
-    row_maxima(acc_s, m);
-    bool none = false, any_huge = false;
+  __device__ __forceinline__ void move_reference(const float (&m)[kSlots]) {
+    bool any_huge = false;
 #pragma unroll
     for (int slot = 0; slot < kSlots; ++slot) {
-      if (reference[slot] == -INFINITY) reference[slot] = m[slot];
-      none |= reference[slot] == -INFINITY;
-      any_huge |= is_huge(reference[slot]);
+      const float from = reference[slot], to = exceeds(m[slot], slot) ? m[slot] : from;
+      const float distance =
+          is_huge(from) || is_huge(to) ? (from - to) * exp_scale : shift_of(from) - shift_of(to);
+      factor[slot] = from == to ? 1.f : from == -INFINITY ? 0.f : exp2_approx(distance);
+      reference[slot] = to;
+      row_sum[slot] *= factor[slot];
+      row_lost[slot] *= factor[slot];
+      any_huge |= is_huge(to);
     }
-    unseen = warp_any(none);
     huge = warp_any(any_huge);
   }
 
-  // Rows whose exponentials are too large for P or for float get a higher reference. What is finite
-  // is multiplied; where something is not, the block's scores are computed again. Each row decides
-  // for itself, so that its bits do not depend on its neighbours.
-  __device__ __forceinline__ void lower_rows(float (&factor)[kSlots], bool (&lost)[kSlots]) {
-#pragma unroll
-    for (int slot = 0; slot < kSlots; ++slot) {
-      const bool grown = quad_any(outgrown(block_sum[slot]));
-      const float total = reduce_row(block_sum[slot], [](float a, float b) { return a + b; });
-      lost[slot] = grown && (total > kLost || is_huge(reference[slot]));
-      if (!grown || lost[slot] || total != total) continue;  // a row of NaN stays one
-      const float from = reference[slot];
-      reference[slot] = from + log2f(total) / exp_scale;
-      factor[slot] = exp2_approx(shift_of(from) - shift_of(reference[slot]));
-      block_sum[slot] *= factor[slot];
-    }
-#pragma unroll
-    for (int i = 0; i < kBlockN / 2; ++i) acc_s.x[i] *= factor[i / 2 % 2];
-  }
-
-  __device__ __forceinline__ void rescale(const float (&factor)[kSlots]) {
-#pragma unroll
-    for (int slot = 0; slot < kSlots; ++slot) {
-      row_sum[slot] *= factor[slot];
-      row_lost[slot] *= factor[slot];
-    }
+  __device__ __forceinline__ void rescale() {
+    if (!moved) return;
 #pragma unroll
     for (int i = 0; i < kDimV / 2; ++i) acc_o.x[i] *= factor[i / 2 % 2];
-  }
-
-  // P and sums of the rows in `lost`, from their scores' exact maxima. S has become P: that leaves
-  // the registers that this needs.
-  __device__ __forceinline__ void compute_again(float (&factor)[kSlots],
-                                                const bool (&lost)[kSlots]) {
-    const Tile& tile = tile_of(tile_count);
-    const Mask mask = mask_of(tile);
-    const int row[kSlots] = {rows_of(tile).begin + row_of(0), rows_of(tile).begin + row_of(1)};
-    const HeadRows q = head_rows(p.q, p.head_dim, tile.batch, tile.offset_q, tile.head);
-    const HeadRows keys = head_rows(p.k, p.head_dim, tile.batch, tile.offset_k, tile.head_k);
-    const auto score = [&](float (&s)[4], int n) {
-      const int key = n_block * kBlockN + 8 * n;
-      score_eight<In>(s, q, keys, row, tile.seqlen_q - 1, key, tile.seqlen_k - 1);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        if (!kPlain) s[i] = softcap().apply(s[i] * static_cast<float>(p.softmax_scale), 0, 0);
-        if (!mask.sees(row[i / 2], key + 2 * (lane_id() % 4) + i % 2)) s[i] = -INFINITY;
-      }
-    };
-    float m[kSlots] = {reference[0], reference[1]};
-#pragma unroll 1
-    for (int n = 0; n < kBlockN / 8; ++n) {
-      float s[4];
-      score(s, n);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) m[i / 2] = fmaxf(m[i / 2], s[i]);
-    }
-#pragma unroll
-    for (int slot = 0; slot < kSlots; ++slot) {
-      m[slot] = reduce_row(m[slot], [](float a, float b) { return fmaxf(a, b); });
-      if (!lost[slot]) continue;
-      const float from = reference[slot];
-      factor[slot] =
-          exp2_approx(is_huge(from) || is_huge(m[slot]) ? (from - m[slot]) * exp_scale
-                                                        : shift_of(from) - shift_of(m[slot]));
-      reference[slot] = m[slot];
-      block_sum[slot] = 0.f;
-    }
-    huge = warp_any(is_huge(reference[0]) || is_huge(reference[1]));
-#pragma unroll
-    for (int n = 0; n < kBlockN / 8; ++n) {
-      float s[4];
-      score(s, n);
-#pragma unroll
-      for (int slot = 0; slot < kSlots; ++slot) {
-        if (!lost[slot]) continue;
-        float prob[2];
-#pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          const float x = s[2 * slot + c];
-          prob[c] = exp2_approx(is_huge(m[slot]) ? (x - m[slot]) * exp_scale
-                                                 : x * exp_scale - shift_of(m[slot]));
-          block_sum[slot] += prob[c];
-        }
-        probs.r[n / 2][n % 2 * 2 + slot] = pack2<In>(prob[0], prob[1]);
-      }
-    }
-#pragma unroll
-    for (int k = 0; k < kBlockN / 16; ++k) pin(probs.r[k]);
   }
 
   // The reference rounded in powers of two, 0 while nothing has been seen (s - reference would be
@@ -637,7 +542,6 @@ class FwdConsumer {
       reference[slot] = -INFINITY;
       row_sum[slot] = row_lost[slot] = 0.f;
     }
-    unseen = true;
     huge = false;
   }
 
@@ -703,8 +607,6 @@ class FwdConsumer {
   }
 
   static constexpr float kLn2 = 0.6931471805599453f;
-  static constexpr float kMost = 1 << 14;  // of a thread's sum: P stays below fp16's largest
-  static constexpr float kLost = 1e30f;    // a correction by more would underflow
   static constexpr float kHuge = 1 << 20;  // whose roundings are 1/16
 
   const FwdParams& p;
@@ -729,8 +631,9 @@ class FwdConsumer {
 
   float reference[kSlots] = {-INFINITY, -INFINITY};
   float row_sum[kSlots] = {}, row_lost[kSlots] = {};  // this thread's share; see add_to_row
-  float block_sum[kSlots];                            // of this block
-  bool unseen = true, huge = false;                   // some row has no reference; has a huge one
+  float factor[kSlots] = {1.f, 1.f};                  // from the old reference to the new one
+  bool moved = false;                                 // some row's reference, with this block
+  bool huge = false;                                  // some row's reference is
   float done_max[kSlots], done_sum[kSlots];
   int stored_stage = -1;  // of Q, from which O is on its way
 };
@@ -836,11 +739,15 @@ void launch_fwd(const FwdParams& p, const Launch& launch) {
 template <typename In, int kDim, int kDimV>
 void fwd(const FwdParams& p, const Launch& launch) {
   using Config = FwdConfig<kDim, kDimV>;
-  if (p.softcap == 0 && p.softmax_scale > 0)
-    launch_fwd<FwdTraits<In, kDim, kDimV, typename Config::Shape, ScoreKind::kPlain>>(p, launch);
-  else
+  const bool masked = p.window_left >= 0 || p.window_right >= 0;
+  if (p.softcap != 0 || !(p.softmax_scale > 0))
     launch_fwd<FwdTraits<In, kDim, kDimV, typename Config::ModifiedShape, ScoreKind::kModified>>(
         p, launch);
+  else if (masked && p.side_k.longest() < kShortMasked)
+    launch_fwd<FwdTraits<In, kDim, kDimV, typename Config::ShortShape, ScoreKind::kPlain>>(p,
+                                                                                           launch);
+  else
+    launch_fwd<FwdTraits<In, kDim, kDimV, typename Config::Shape, ScoreKind::kPlain>>(p, launch);
 }
 
 inline size_t fwd_workspace(const FwdParams&) { return 16; }
