@@ -375,16 +375,18 @@ SUPPORT_KINDS = {
     "probs": "probabilities",
     "append": "append to a cache",
     "rotary": "rotary",
+    "wgmma_fwd": "forward",
 }
 
 
 def support_rows() -> list[dict[str, str]]:
     """What is declared, for people: one row a backend, kind and feature set."""
     rows = []
-    for backend, arch in (("cpu", "cpu"), ("cuda, sm80 and later", "sm80")):
+    backends = (("cpu", "cpu"), ("cuda, sm80 and later", "sm80"), ("cuda, Hopper's own", "sm90"))
+    for backend, arch in backends:
         for kind, title in SUPPORT_KINDS.items():
             chosen = [kernel for kernel in kernels(arch) if kernel.kind == kind]
-            if not chosen:
+            if not chosen or (arch == "sm90" and not kind.startswith("wgmma")):
                 continue
             declared = [name for name in FEATURES if all(name in k.features for k in chosen)]
             rows.append(

@@ -6,8 +6,7 @@
 
 namespace flash::cuda {
 
-// ---- mbarrier: a 64-bit word in shared memory that counts arrivals and bytes
-// -----------------------
+// ---- mbarrier: a 64-bit word in shared memory that counts arrivals and bytes -------------------
 
 __device__ __forceinline__ void mbarrier_init(uint32_t barrier, uint32_t arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
@@ -37,8 +36,7 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity)
       : "memory");
 }
 
-// ---- named barriers: 1 to 15; `threads` counts all that sync or arrive
-// -----------------------------
+// ---- named barriers: 1 to 15; `threads` counts all that sync or arrive -------------------------
 
 __device__ __forceinline__ void named_sync(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
@@ -47,8 +45,7 @@ __device__ __forceinline__ void named_arrive(int barrier, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-// ---- setmaxnreg: once per warpgroup, by all of its warps
-// -------------------------------------------
+// ---- setmaxnreg: once per warpgroup, by all of its warps ---------------------------------------
 
 template <int kRegisters>
 __device__ __forceinline__ void registers_take() {

@@ -114,8 +114,7 @@ __device__ __forceinline__ void to_operand(Operand<kN>& p, const Accumulator<kN>
   for (int k = 0; k < kN / 16; ++k) pin(p.r[k]);  // complete before the products' fence
 }
 
-// ---- tiles in shared memory
-// ------------------------------------------------------------------------
+// ---- tiles in shared memory --------------------------------------------------------------------
 
 // A (kRows, kDim) tile: blocks of kRows rows of 64 elements, one after the other, as TMA fills them
 // under the 128-byte swizzle.
@@ -146,8 +145,7 @@ __device__ __forceinline__ void clear_rows_outside(char* tile, Range keep) {
   }
 }
 
-// ---- O
-// ---------------------------------------------------------------------------------------------
+// ---- O -----------------------------------------------------------------------------------------
 
 // Four lanes of a quad hold a 4 x 4 matrix of words, lane l column l; afterwards lane l holds row
 // l.
