@@ -94,7 +94,7 @@ def attention(
     if isinstance(q, Tensor) and q.is_nested:
         nested.refuse_lengths(
             *(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table),
-            *(max_seqlen_q, max_seqlen_k),
+            *(max_seqlen_q, max_seqlen_k, leftpad_k),
         )
         out, lse = nested.attention(
             *(q, k, v, bias, alibi_slopes, sinks, rng_state, softmax_scale, causal, window),

@@ -28,7 +28,7 @@ def refuse_lengths(*given) -> None:
     if any(x is not None for x in given):
         raise ValueError(
             "q is a nested tensor, which has its lengths; leave out cu_seqlens, seqused, "
-            "max_seqlen, page_table and leftpad, or pass q.values()"
+            "max_seqlen, page_table and leftpad_k, or pass q.values()"
         )
 
 

@@ -159,7 +159,7 @@ def _unserved(device, dtype, head_dim, head_dim_v, grouped, mask_dtype, passes) 
     q = torch.empty(1, 1, 1 + grouped, head_dim, dtype=dtype, device=device)
     k = torch.empty(1, 1, 1, head_dim, dtype=dtype, device=device)
     v = torch.empty(1, 1, 1, head_dim_v, dtype=dtype, device=device)
-    bias = None if mask_dtype is None else q.new_zeros((1, 1, 1, 1), dtype=mask_dtype)
+    bias = None if mask_dtype is None else q.new_empty((1, 1, 1, 1), dtype=mask_dtype)
     options = {"causal": causal, "dropout_p": 0.5 if dropout else 0.0}
     try:
         for is_backward in (False, True)[: 1 + backward]:

@@ -36,20 +36,18 @@ FUNCTIONS = (
 
 def _exports() -> dict:
     """The names of each module, by its name."""
-    functions = {n: getattr(flash_ext, n) for n in FUNCTIONS if hasattr(flash_ext, n)}
+    functions = {name: getattr(flash_ext, name) for name in FUNCTIONS}
     padding, rotary = (
         {name: getattr(module, name) for name in module.__all__}
         for module in (_flash_attn_padding, _flash_attn_rotary)
     )
-    modules = {
+    return {
         "flash_attn": {"__version__": VERSION, **functions},
         "flash_attn.flash_attn_interface": functions,
         "flash_attn.bert_padding": padding,
         "flash_attn.layers": {},
+        "flash_attn.layers.rotary": rotary,
     }
-    if hasattr(flash_ext, "apply_rotary_emb"):
-        modules["flash_attn.layers.rotary"] = rotary
-    return modules
 
 
 class _Distribution(importlib.metadata.Distribution):

@@ -8,7 +8,7 @@ AttentionMaskInterface. Every model that computes its attention through them is 
 padding, packed sequences, sliding windows, softcap, sinks, grouped heads, relative position biases,
 cross-attention and every cache of `generate`. Needs transformers >= 5.4.
 
-What Transformers can ask for and flash_ext does not do is refused by name: paged caches of
+What Transformers can ask for and flash_ext does not do is refused by name: block tables of
 continuous batching, flex_attention's BlockMask, models that bypass the interfaces.
 """
 
@@ -41,7 +41,7 @@ __all__ = ["NAME", "attention_forward", "make_mask"]
 
 NAME = "flash_ext"
 
-# Arguments of Transformers' paged caches, which would otherwise be left unread.
+# Arguments of continuous batching's block tables, which would otherwise be left unread.
 _PAGED = ("block_table", "k_cache", "v_cache")
 
 
@@ -76,13 +76,15 @@ def _packed_by_position_ids(position_ids, query, key):
     if torch.compiler.is_compiling():
         ids = starts.cumsum(0)
         return (ids[:, None] == ids)[None, None], None
+    # A tensor of inference mode has no version; it is the model's own and stays as it is.
+    version = None if position_ids.is_inference() else position_ids._version
     known = getattr(position_ids, "_flash_ext_packed", None)
-    if known is None or known[0] != position_ids._version:
+    if known is None or known[0] != version:
         lengths = None
         if int(starts.sum()) > 1:
             cu_seqlens, max_seqlen = packed_lengths(starts)
             lengths = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
-        known = position_ids._flash_ext_packed = (position_ids._version, lengths)
+        known = position_ids._flash_ext_packed = (version, lengths)
     return None, known[1]
 
 
@@ -145,21 +147,21 @@ def attention_forward(
             the flattened (batch * q_length); they and position_ids count where the mask hides
             no more than causal and a window do.
         output_attentions: whether to return the probabilities too.
-        kwargs: what other implementations take. Those of paged caches are refused.
+        kwargs: what other implementations take. Those of block tables are refused.
 
     Returns:
         (out (batch, q_length, num_heads, head_dim_v), probabilities (batch, num_heads, q_length,
         kv_length) without dropout and gradient, or None).
 
     Raises:
-        NotImplementedError: paged caches; position_bias or output_attentions with cu_seq_lens_*.
+        NotImplementedError: block tables; position_bias or output_attentions with cu_seq_lens_*.
         TypeError: attention_mask is a BlockMask.
         The others: as `flash_ext.attention`.
     """
     paged = [name for name in _PAGED if kwargs.get(name) is not None]
     if paged:
         raise NotImplementedError(
-            f"{paged[0]} is given, but flash_ext does not serve the paged caches of continuous "
+            f"{paged[0]} is given, but flash_ext does not serve the block tables of continuous "
             'batching; use generate, or attn_implementation="paged|eager"'
         )
     hidden, lengths = None, None

@@ -21,6 +21,7 @@ from flash_attn import (  # noqa: E402
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
     flash_attn_varlen_func,
+    flash_attn_with_kvcache,
 )
 from flash_attn.bert_padding import (  # noqa: E402
     index_first_axis,
@@ -31,6 +32,7 @@ from flash_attn.bert_padding import (  # noqa: E402
     unpad_input_for_concatenated_sequences,
 )
 from flash_attn.flash_attn_interface import flash_attn_varlen_qkvpacked_func  # noqa: E402
+from flash_attn.layers.rotary import RotaryEmbedding, apply_rotary_emb  # noqa: E402
 
 assert flash_attn.__version__ == importlib.metadata.version("flash_attn")
 assert flash_attn.__version__.startswith("2.8.")
@@ -48,6 +50,13 @@ out = flash_attn_func(q, k, v, causal=True)
 assert torch.equal(out, flash_attn_qkvpacked_func(qkv, causal=True))
 assert torch.equal(out, flash_attn_kvpacked_func(q, torch.stack([k, v], 2), causal=True))
 out.sum().backward()
+
+cached = flash_attn_with_kvcache(q, k.detach().clone(), v.detach().clone(), causal=True)
+torch.testing.assert_close(cached, out)
+rotary = RotaryEmbedding(8)
+turned = rotary(qkv.detach().clone())
+cos, sin, *_ = rotary._tables
+assert torch.equal(turned[:, :, 0], apply_rotary_emb(q.detach(), cos, sin))
 
 mask = torch.tensor([[1, 1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 1, 1, 1]])
 unpadded, indices, cu_seqlens, max_seqlen, seqused = unpad_input(qkv, mask)

@@ -61,11 +61,34 @@ def test_every_function_of_flash_attn_is_there():
     assert exported - {"flash_attn_interface"} == ours
 
 
+FLASH_ATTENTION_2 = f"""
+{LINE}
+import transformers.utils.import_utils as available
+available.is_torch_cuda_available = lambda: True  # it looks for a GPU first
+import flash_ext.integrations.transformers
+import hf_models, torch
+
+for padding in ("none", "left"):
+    inputs, counts = hf_models.make_inputs("mistral", padding)
+    results = []
+    for implementation in ("flash_attention_2", "flash_ext"):
+        model = hf_models.make_model("mistral", implementation, dtype=torch.bfloat16)
+        assert model.config._attn_implementation == implementation
+        results.append(hf_models.outputs(model, inputs, counts))
+    torch.testing.assert_close(*results)
+"""
+
+
+def test_transformers_finds_it():
+    """Its own flash_attention_2, which packs padded rows, computes what flash_ext does."""
+    pytest.importorskip("transformers")
+    tests = str(Path(__file__).parents[1])
+    result = run(f"import sys; sys.path.insert(0, {tests!r})\n{FLASH_ATTENTION_2}")
+    assert result.returncode == 0, result.stderr[-3000:]
+
+
 # ---- layers.rotary -------------------------------------------------------------------------------
 
-needs_rotary = pytest.mark.skipif(
-    not hasattr(flash_ext, "apply_rotary_emb"), reason="flash_ext has no apply_rotary_emb"
-)
 BATCH, SEQLEN, HEADS, HEADS_K, DIM = 2, 6, 4, 2, 16
 
 
@@ -85,7 +108,6 @@ def tables(dim=DIM, seqlen=20, base=10000.0):
     return angles.cos(), angles.sin()
 
 
-@needs_rotary
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("layout", ["3", "grouped", "kv"])
 @pytest.mark.parametrize("offset", [0, 5])
@@ -118,7 +140,6 @@ def test_rotary_embedding(layout, interleaved, offset):
     torch.testing.assert_close(*grads)
 
 
-@needs_rotary
 def test_xpos_scores_depend_on_the_distance_alone():
     module = rotary.RotaryEmbedding(DIM, scale_base=8)
     q, k = torch.randn(2, DIM)
@@ -131,7 +152,6 @@ def test_xpos_scores_depend_on_the_distance_alone():
     assert not torch.allclose(plain, qkv)
 
 
-@needs_rotary
 def test_rotary_offsets_by_sequence():
     module = rotary.RotaryEmbedding(DIM)
     x = torch.randn(BATCH, SEQLEN, 3, HEADS, DIM)
@@ -144,7 +164,6 @@ def test_rotary_offsets_by_sequence():
         module(x, seqlen_offset=offsets)
 
 
-@needs_rotary
 def test_rotary_tables_follow_length_and_dtype():
     module = rotary.RotaryEmbedding(DIM).to(torch.bfloat16)
     for seqlen, dtype in ((4, torch.float32), (9, torch.float32), (9, torch.bfloat16)):
@@ -154,13 +173,11 @@ def test_rotary_tables_follow_length_and_dtype():
         torch.testing.assert_close(module(x.clone())[:, :, 0], expected, **tolerance)
 
 
-@needs_rotary
 def test_rotary_heads_must_be_told():
     with pytest.raises(ValueError, match="num_heads_q is None"):
         rotary.apply_rotary_emb_qkv_(torch.randn(1, 4, 8, DIM), *tables())
 
 
-@needs_rotary
 def test_rotary_signature():
     names = [*inspect.signature(flash_ext.apply_rotary_emb).parameters]
     assert [*inspect.signature(rotary.apply_rotary_emb).parameters] == names

@@ -171,8 +171,9 @@ def test_jagged_refusals():
         flash_ext.attention(q, k.values(), v)
     with pytest.raises(ValueError, match=r"q is a .*ragged in seqlen"):
         flash_ext.attention(q.transpose(1, 2), k, v)
-    with pytest.raises(ValueError, match="leave out cu_seqlens"):
-        flash_ext.attention(q, k, v, cu_seqlens_q=util.cumulative(LENGTHS))
+    for given in ({"cu_seqlens_q": util.cumulative(LENGTHS)}, {"leftpad_k": util.lengths([0] * 4)}):
+        with pytest.raises(ValueError, match="leave out cu_seqlens"):
+            flash_ext.attention(q, k, v, **given)
     other = jagged(2, 20, (5, 2, 1, 8))
     with pytest.raises(ValueError, match="k and v have other offsets"):
         flash_ext.attention(q, k, other)
@@ -188,6 +189,7 @@ def test_jagged_refusals():
 
 def test_dtensor():
     """In a process of its own, whose threads stand for ranks; dtensor_worker.py has the cases."""
+    pytest.importorskip("expecttest")  # torch.testing's process groups of threads import it
     worker = Path(__file__).with_name("dtensor_worker.py")
     command = [sys.executable, str(worker)]
     run = subprocess.run(

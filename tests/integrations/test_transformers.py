@@ -190,6 +190,15 @@ def test_generate_modes(options):
     )
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+def test_inference_mode(name):
+    ids = make_ids(1)
+    eager, ours = make_pair(name)
+    with torch.inference_mode():
+        assert_close(ours(ids).logits, eager(ids).logits)
+        assert_close(ours(ids, use_cache=False).logits, eager(ids, use_cache=False).logits)
+
+
 def test_prefill_in_two_parts():
     """A second prompt on a filled cache: rows and keys differ in number."""
     ids = make_ids(2, 12)
@@ -388,7 +397,7 @@ def test_position_ids_changed_in_place():
 
 def test_refusals():
     q, k, v = make_qkv()
-    with pytest.raises(NotImplementedError, match=r"block_table .* paged caches"):
+    with pytest.raises(NotImplementedError, match=r"block_table .* block tables"):
         attend(q, k, v, None, block_table=torch.zeros(2, 1))
     from torch.nn.attention.flex_attention import create_block_mask
 
@@ -429,6 +438,16 @@ def test_mask_moves_to_another_device():
     assert moved.key_mask.is_meta and (moved.causal, moved.shape) == (True, mask.shape)
     with pytest.raises(AttributeError, match="no 'dtype'"):
         mask.to(torch.float32)
+
+
+def test_from_pretrained(tmp_path):
+    hf_models.make_model("gpt_oss", "eager").save_pretrained(tmp_path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, attn_implementation="flash_ext"
+    )
+    assert model.config._attn_implementation == "flash_ext"
+    ids = make_ids()
+    assert_close(model(ids).logits, hf_models.make_model("gpt_oss", "flash_ext")(ids).logits)
 
 
 def test_implementation_can_be_set_later():
