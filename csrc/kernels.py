@@ -79,9 +79,7 @@ BUILT_ARCHS = ("cpu", *GPU_SMEM_KB)
 
 
 # (architecture, feature) -> why no kernel has it; shown by the error message.
-SKIP = {
-    **{(arch, feature): reason for arch in GPU_SMEM_KB for feature, reason in {}.items()},
-}
+SKIP: dict[tuple[str, str], str] = {}  # such as ("sm80", "dropout"): "…; do this instead"
 
 # Instruction sets of the CPU kernels, best first: the first one that the processor has is used.
 CPU_ISAS = {

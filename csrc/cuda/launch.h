@@ -42,15 +42,16 @@ inline int device_attribute(cudaDeviceAttr attribute, int device) {
   return value;
 }
 
-// Whether the current device can start a grid before the one ahead of it has ended.
-inline bool has_dependent_launch() {
-  int device = 0;
-  check(cudaGetDevice(&device), "asking for the current device");
-  return device_attribute(cudaDevAttrComputeCapabilityMajor, device) >= 9;
+// Whether a kernel's code waits for the grid before it (wait_for_primary), which needs sm90 where
+// it was compiled; PTX of an earlier architecture may run on a later device.
+inline bool waits_for_primary(const void* kernel) {
+  cudaFuncAttributes attributes;
+  check(cudaFuncGetAttributes(&attributes, kernel), "asking a kernel for its attributes");
+  return attributes.ptxVersion >= 90;
 }
 
-// Starts a grid that may take its place while the one ahead in the stream still runs, where the
-// device can: the kernel waits for that one itself (wait_for_primary), before it reads or writes.
+// Starts a grid that may take its place while the one ahead in the stream still runs, from sm90 on:
+// the kernel waits for that one itself (wait_for_primary), before it reads or writes.
 template <typename... Params, typename... Args>
 void launch_early(void (*kernel)(Params...), dim3 grid, int threads, size_t smem_bytes,
                   void* stream, const char* what, const Args&... args) {
@@ -63,7 +64,7 @@ void launch_early(void (*kernel)(Params...), dim3 grid, int threads, size_t smem
   early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   early.val.programmaticStreamSerializationAllowed = 1;
   config.attrs = &early;
-  config.numAttrs = has_dependent_launch() ? 1 : 0;
+  config.numAttrs = waits_for_primary(reinterpret_cast<const void*>(kernel)) ? 1 : 0;
   check(cudaLaunchKernelEx(&config, kernel, args...), what);
 }
 

@@ -31,8 +31,8 @@ __global__ void __launch_bounds__(kRowThreads)
     append_kernel(const __grid_constant__ AppendParams p) {
   wait_for_primary();
   launch_dependents();
-  const int b = static_cast<int>(blockIdx.x * kRowThreads + threadIdx.x);
-  if (b < p.batch) p.seqused_k[b] = p.used_after(b);
+  const int64_t b = int64_t{blockIdx.x} * kRowThreads + threadIdx.x;
+  if (b < p.batch) p.seqused_k[b] = p.used_after(static_cast<int>(b));
   if (blockIdx.x >= p.num_new_rows()) return;  // this block came for the lengths
   const NewRow row = p.locate(blockIdx.x);
   const int pairs_k = Rotary::pairs(p.head_dim), pairs = pairs_k + Rotary::pairs(p.head_dim_v);

@@ -24,6 +24,7 @@
 
 #include "../../bias_grad.h"
 #include "../primitives/semaphore.h"
+#include "band_grid.h"
 #include "bwd_bias.cuh"
 #include "bwd_finish.cuh"
 #include "bwd_norm.cuh"
@@ -72,31 +73,6 @@ struct BwdStorage {
   ScoreStage<kScoreBytes, (Shape::kDimParts > 1)> scores[Shape::kScoreStages];
   Stage stage[Shape::kStages];
   Rows rows[2];  // read before the step's barrier only, so that two are always enough
-};
-
-// Bytes of Q, dO and dQ whose heads are worked on together: a good half of an H200's 60 MB of L2.
-constexpr int64_t kBwdBandBytes = int64_t{32} << 20;
-
-// Which (key block, key head, sequence) a block works on. Within a band of heads the first keys
-// come first: they have the longest columns of a causal mask, and the deterministic order wants
-// them so.
-struct BwdGrid {
-  unsigned n_blocks;
-  unsigned band;  // heads whose blocks are ordered together
-  bool reversed;  // last keys first
-
-  __device__ __forceinline__ void locate(const AttnParams& p, int& n_block, int& head_k,
-                                         int& batch) const {
-    const unsigned heads = static_cast<unsigned>(p.batch) * static_cast<unsigned>(p.num_heads_k);
-    const unsigned first = blockIdx.x / (band * n_blocks) * band;
-    const unsigned in_band = blockIdx.x - first * n_blocks;
-    const unsigned width = min_of(band, heads - first);
-    const unsigned at_n = in_band / width;
-    n_block = static_cast<int>(reversed ? n_blocks - 1 - at_n : at_n);
-    const unsigned at = first + in_band % width;
-    batch = static_cast<int>(at / static_cast<unsigned>(p.num_heads_k));
-    head_k = static_cast<int>(at % static_cast<unsigned>(p.num_heads_k));
-  }
 };
 
 // Copies of blocks of query rows, of any query head of a group. One pointer a thread is all that it
@@ -460,10 +436,13 @@ class BwdBlock {
 template <typename Traits, int kSmemBytes>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::Shape::kMinBlocks)
     bwd_kernel(const __grid_constant__ BwdParams p, const __grid_constant__ BwdWorkspace w,
-               const BwdGrid grid) {
+               const BandGrid grid) {
   extern __shared__ __align__(128) char storage[];
-  int n_block, head_k, batch;
-  grid.locate(p, n_block, head_k, batch);
+  int nth, head_k, batch;
+  grid.locate(p.batch, p.num_heads_k, nth, head_k, batch);
+  // The first keys have the longest columns of a causal mask; the deterministic order starts with
+  // the last ones.
+  const int n_block = p.deterministic ? static_cast<int>(grid.blocks) - 1 - nth : nth;
   BwdBlock<Traits>(p, w, *reinterpret_cast<BwdStorage<Traits>*>(storage), n_block, head_k, batch)
       .run();
 }
@@ -476,10 +455,7 @@ void launch_bwd_main(const BwdParams& p, const BwdWorkspace& w, cudaStream_t str
   const int64_t heads = static_cast<int64_t>(p.batch) * p.num_heads_k;
   const int64_t head_bytes = max_of<int64_t>(
       1, int64_t{1} * p.group() * p.side_q.longest() * (6 * p.head_dim + 2 * p.head_dim_v));
-  const BwdGrid grid = {
-      static_cast<unsigned>(w.key_blocks),
-      static_cast<unsigned>(clamp_to<int64_t>(kBwdBandBytes / head_bytes, 1, heads)),
-      p.deterministic};
+  const BandGrid grid = BandGrid::of(w.key_blocks, heads, head_bytes);
   kernel<<<grid_size(heads * w.key_blocks), Traits::kThreads, kSmemBytes, stream>>>(p, w, grid);
   check(cudaGetLastError(), "a backward kernel");
 }
@@ -521,7 +497,7 @@ void with_bwd_traits(const BwdParams& p, F f) {
     else
       f(BwdTraits<In, kDim, kSmemKB, kScore, DropoutKind::kOff>{});
   };
-  if (p.softcap == 0 && !p.bias.data && !p.alibi_slopes.data)
+  if (is_plain(p))
     with_score(Constant<ScoreKind::kPlain>{});
   else
     with_score(Constant<ScoreKind::kModified>{});

@@ -153,6 +153,7 @@ void launch_bwd_bias(const BwdParams& p, const BwdWorkspace& w, cudaStream_t str
                          cells(d.key_stride, ceil_div(p.side_k.max_seqlen, Tile::kBlockN))};
   const int64_t blocks =
       int64_t{cells(d.batch_stride, p.batch)} * grid.heads * grid.m_blocks * grid.n_blocks;
+  if (blocks == 0) return;
   kernel<<<grid_size(blocks), Tile::kThreads, kSmemBytes, stream>>>(p, w, grid);
   check(cudaGetLastError(), "the gradient of a broadcast bias");
 }

@@ -13,8 +13,6 @@
 
 namespace flash::cuda {
 
-constexpr float kLog2e = 1.4426950408889634f;
-
 // What every launch over query blocks finds its block by.
 struct RowGrid {
   unsigned m_blocks;

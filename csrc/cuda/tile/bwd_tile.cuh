@@ -8,6 +8,7 @@
 #include "../../common/dropout.h"
 #include "../../common/score.h"
 #include "bwd_prepare.cuh"
+#include "kinds.h"
 
 #include <config.h>
 #include <copy.h>
@@ -36,14 +37,14 @@ struct BwdHead {
     const float scale = static_cast<float>(p.softmax_scale);
     // Not a compile-time choice where kPlain is false: a side kernel serves both kinds and must
     // make the very scores of the main pass.
-    modified = !kPlain && (p.softcap != 0 || p.bias.data || p.alibi_slopes.data);
+    modified = !kPlain && !is_plain(p);
     exp_scale = modified ? kLog2e : scale * kLog2e;
     if (!kPlain)
       score = make_score<float>(scale, static_cast<float>(p.softcap), p.bias.of(batch, head),
                                 p.alibi_slopes.of(batch, head, 0.f), mask.diagonal());
   }
 
-  // From natural units to that of a score.
+  // From natural units to that of a score; a plain problem's scale is positive.
   __device__ __forceinline__ float anchor_factor(const AttnParams& p) const {
     return modified ? 1.f : 1.f / static_cast<float>(p.softmax_scale);
   }

@@ -18,6 +18,7 @@
 #include "../../params.h"
 
 #include "../launch.h"
+#include "band_grid.h"
 #include "kinds.h"
 
 #include <config.h>
@@ -52,31 +53,6 @@ struct FwdStorage {
   };
   char q[Shape::kBlockM * Traits::kDim * 2];  // later the block's O
   Stage stage[2];
-};
-
-// Bytes of K and V whose heads are worked on together: a good half of an H200's 60 MB of L2.
-constexpr int64_t kFwdBandBytes = int64_t{32} << 20;
-
-// Which (query block, head, sequence) a block works on. Neighbours share a head, so that its K and
-// V stay in L2; within a band of heads the longest rows of a causal mask start first, so that no
-// long block is left for the end.
-struct FwdGrid {
-  unsigned m_blocks;
-  unsigned band;  // heads whose blocks are ordered together
-
-  // 32-bit unsigned throughout (a grid has at most 2^31 blocks): a 64-bit division here costs every
-  // block hundreds of cycles before its first copy.
-  __device__ __forceinline__ void locate(const AttnParams& p, int& m_block, int& head,
-                                         int& batch) const {
-    const unsigned heads = static_cast<unsigned>(p.batch) * static_cast<unsigned>(p.num_heads);
-    const unsigned first = blockIdx.x / (band * m_blocks) * band;
-    const unsigned in_band = blockIdx.x - first * m_blocks;
-    const unsigned width = min_of(band, heads - first);
-    m_block = static_cast<int>(m_blocks - 1 - in_band / width);
-    const unsigned at = first + in_band % width;
-    batch = static_cast<int>(at / static_cast<unsigned>(p.num_heads));
-    head = static_cast<int>(at % static_cast<unsigned>(p.num_heads));
-  }
 };
 
 template <typename Traits>
@@ -257,10 +233,12 @@ class FwdBlock {
 // kSmemBytes stands in the kernel's name, where tools/kernel_report.py reads it.
 template <typename Traits, int kSmemBytes>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::Shape::kMinBlocks)
-    fwd_kernel(const __grid_constant__ FwdParams p, const FwdGrid grid) {
+    fwd_kernel(const __grid_constant__ FwdParams p, const BandGrid grid) {
   extern __shared__ __align__(128) char storage[];
-  int m_block, head, batch;
-  grid.locate(p, m_block, head, batch);
+  int nth, head, batch;
+  grid.locate(p.batch, p.num_heads, nth, head, batch);
+  // The longest rows of a causal mask start first, so that no long block is left for the end.
+  const int m_block = static_cast<int>(grid.blocks) - 1 - nth;
   FwdBlock<Traits>(p, *reinterpret_cast<FwdStorage<Traits>*>(storage), m_block, head, batch).run();
 }
 
@@ -274,9 +252,7 @@ void launch_fwd(const FwdParams& p, const Launch& launch) {
   const int m_blocks = ceil_div(p.side_q.longest(), Shape::kBlockM);
   const int64_t head_bytes =
       max_of<int64_t>(1, int64_t{2} * p.side_k.longest() * (p.head_dim + p.head_dim_v) / p.group());
-  const FwdGrid grid = {
-      static_cast<unsigned>(m_blocks),
-      static_cast<unsigned>(clamp_to<int64_t>(kFwdBandBytes / head_bytes, 1, heads))};
+  const BandGrid grid = BandGrid::of(m_blocks, heads, head_bytes);
   kernel<<<grid_size(heads * m_blocks), Traits::kThreads, kSmemBytes,
            static_cast<cudaStream_t>(launch.stream)>>>(p, grid);
   check(cudaGetLastError(), "a forward kernel");

@@ -10,7 +10,7 @@ enum class DropoutKind { kOff, kOn };
 enum class KeysKind { kRows, kPages };
 
 // Whether the score is the scaled product and nothing else.
-inline bool is_plain(const AttnParams& p) {
+FLASH_HD bool is_plain(const AttnParams& p) {
   return p.softcap == 0 && !p.bias.data && !p.alibi_slopes.data && p.softmax_scale > 0;
 }
 
