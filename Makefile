@@ -46,8 +46,8 @@ help:  ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 .PHONY: demo
-demo: $(BUILT) | $(DEMO_READY)  ## attention over a real text against naive attention, timed (ARGS=...)
-	@$(PY) examples/attention_demo.py $(ARGS)
+demo: $(BUILT) | $(DEMO_READY)  ## trains a small GPT on a text, then the same with torch's attention (ARGS=...)
+	@$(PY) examples/demo.py $(ARGS)
 
 .PHONY: test
 test: $(BUILT) $(STAMPS)/testing  ## all tests, or those of ARGS="tests/test_x.py -k name"
@@ -75,6 +75,11 @@ format: $(VENV)/.dev  ## rewrites what lint complains about
 	@$(VENV)/bin/python tools/readme_tables.py
 	@$(VENV)/bin/python tools/api_reference.py
 
+ARCH ?= cpu
+.PHONY: wheel
+wheel: | $(PY_READY)  ## a wheel in dist, ARCH=cpu or sm90, sm80, ...
+	@$(PY) tools/wheel.py $(ARCH) $(ARGS)
+
 .PHONY: kernels-all
 kernels-all: | $(PY_READY)  ## every CUDA kernel of every architecture, with a report (needs nvcc)
 	@$(PY) tools/kernel_report.py $(ARGS)
@@ -98,7 +103,7 @@ aarch64: | $(PY_READY)  ## cross compiles the CPU library's sources (needs aarch
 
 .PHONY: clean
 clean:  ## removes what was built, keeps .venv
-	@rm -rf build dist *.egg-info flash_ext/*.so tests/native/*.so attention_memory.png
+	@rm -rf build dist *.egg-info flash_ext/*.so tests/native/*.so demo_loss.png
 	@rm -rf .pytest_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
 

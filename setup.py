@@ -22,7 +22,6 @@ import native_build  # noqa: E402
 
 CPU_LIBRARY = "flash_ext._C"
 CUDA_LIBRARY = "flash_ext._C_cuda"
-BUILD_DIR = ROOT / "build" / "native"
 
 
 def chosen_archs() -> list[str]:
@@ -54,10 +53,11 @@ class BuildLibraries(build_ext):
 
     def build_extension(self, ext: Extension) -> None:
         output = Path(self.get_ext_fullpath(ext.name)).resolve()
+        base = ROOT / self.get_finalized_command("build").build_base
         if ext.name == CPU_LIBRARY:
-            native_build.build_cpu_library(BUILD_DIR, output)
+            native_build.build_cpu_library(base / "native", output)
         else:
-            native_build.build_cuda_library(ROOT / "build" / "cuda", output, GPU_ARCHS)
+            native_build.build_cuda_library(base / "cuda", output, GPU_ARCHS)
 
 
 class BuildTesting(Command):

@@ -130,6 +130,15 @@ GPU_ANY_HEAD_DIM = ("append", "rotary")  # one bucket
 GPU_DTYPES = ("bf16", "fp16")
 GPU_HEAD_DIMS = (64, 96, 128, 192, 256)  # buckets; smaller dims are predicated in the kernel
 
+# What the Hopper class (wgmma, TMA) declares; the tile class serves the rest there.
+HOPPER_FEATURES = {
+    "fwd": {
+        *("varlen", "gqa", "window", "softcap", "sinks", "seqused", "head_dim_v"),
+        "deterministic",
+    },
+}
+HOPPER_HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))  # qk, v
+
 
 @dataclass(frozen=True)
 class Kernel:
@@ -140,7 +149,8 @@ class Kernel:
     kind: str  # what of a pass it is for; most often the pass itself
     pass_: str
     dtype: str
-    head_dim: int  # largest that it serves, of q, k and of v
+    head_dim: int  # largest that it serves, of q and k
+    head_dim_v: int  # of v
     features: frozenset[str]
     row_alignment: int  # bytes
     most_rows: int  # query rows a key head that it is meant for; 0: any
@@ -180,7 +190,7 @@ class Kernel:
         features = " | ".join(FEATURES[name] for name in FEATURES if name in self.features)
         return (
             f'    {{"{self.name}", "{self.arch}", Pass::{PASSES[self.pass_][0]},\n'
-            f"     DType::{DTYPES[self.dtype][0]}, {self.head_dim}, {self.head_dim},\n"
+            f"     DType::{DTYPES[self.dtype][0]}, {self.head_dim}, {self.head_dim_v},\n"
             f"     {features},\n"
             f"     {self.most_rows}, {self.row_alignment}, runs_{self.name}, "
             f"workspace_{self.name}, launch_{self.name}}},\n"
@@ -198,6 +208,7 @@ def cpu_kernels(machine: str) -> list[Kernel]:
             pass_=pass_,
             dtype=dtype,
             head_dim=256,
+            head_dim_v=256,
             features=frozenset(CPU_FEATURES[pass_]),
             row_alignment=1,
             most_rows=0,
@@ -228,13 +239,44 @@ def gpu_flags(arch: str, newest: bool) -> tuple[str, ...]:
     return tuple(flags)
 
 
-def gpu_kernels(arch: str, newest: bool) -> list[Kernel]:
-    smem = GPU_SMEM_KB[arch]
-    runs = (
-        f"cuda::runs_on({arch_number(arch)}, {smem}, "
+def gpu_runs(arch: str, newest: bool) -> str:
+    return (
+        f"cuda::runs_on({arch_number(arch)}, {GPU_SMEM_KB[arch]}, "
         f"cuda::Runs::{'kExactly' if arch in EXACT_ARCHS else 'kSameMajor'}, "
         f"cuda::Carries::{'kCodeAndPtx' if newest else 'kCode'})"
     )
+
+
+def hopper_kernels() -> list[Kernel]:
+    """wgmma exists on sm_90a alone: no PTX of these kernels can serve a later GPU."""
+    return [
+        Kernel(
+            name=f"sm90_wgmma_{pass_}_{dtype}_d{dim}" + (f"_v{dim_v}" if dim_v != dim else ""),
+            arch="sm90",
+            kind=f"wgmma_{pass_}",
+            pass_=pass_,
+            dtype=dtype,
+            head_dim=dim,
+            head_dim_v=dim_v,
+            features=frozenset(HOPPER_FEATURES[pass_]),
+            row_alignment=16,
+            most_rows=0,
+            suffix=".cu",
+            prelude=f'#include "cuda/sm90/{pass_}.cuh"\n#include "kernel_table.h"\n',
+            runs=gpu_runs("sm90", newest=False),
+            workspace=f"cuda::sm90::{pass_}_workspace",
+            call=f"cuda::sm90::{pass_}<{DTYPES[dtype][1]}, {dim}, {dim_v}>",
+            flags=gpu_flags("sm90", newest=False),
+        )
+        for pass_ in HOPPER_FEATURES
+        for dtype in GPU_DTYPES
+        for dim, dim_v in HOPPER_HEAD_DIMS
+    ]
+
+
+def tile_kernels(arch: str, newest: bool) -> list[Kernel]:
+    smem = GPU_SMEM_KB[arch]
+    runs = gpu_runs(arch, newest)
 
     def kernel(kind: str, dtype: str, head_dim: int) -> Kernel:
         pass_, file = GPU_KINDS.get(kind, (kind, kind))
@@ -247,6 +289,7 @@ def gpu_kernels(arch: str, newest: bool) -> list[Kernel]:
             pass_=pass_,
             dtype=dtype,
             head_dim=head_dim,
+            head_dim_v=head_dim,
             features=frozenset(GPU_FEATURES[kind]),
             row_alignment=1 if plain else 16,
             most_rows=GPU_MOST_ROWS.get(kind, 0),
@@ -263,6 +306,16 @@ def gpu_kernels(arch: str, newest: bool) -> list[Kernel]:
         for kind in GPU_FEATURES
         for dtype in GPU_DTYPES
         for head_dim in (GPU_HEAD_DIMS[-1:] if kind in GPU_ANY_HEAD_DIM else GPU_HEAD_DIMS)
+    ]
+
+
+def gpu_kernels(arch: str, newest: bool) -> list[Kernel]:
+    """In order of preference: what is meant for few rows, Hopper's own, the tile class."""
+    tile = tile_kernels(arch, newest)
+    return [
+        *(kernel for kernel in tile if kernel.most_rows),
+        *(hopper_kernels() if arch == "sm90" else []),
+        *(kernel for kernel in tile if not kernel.most_rows),
     ]
 
 
@@ -322,16 +375,18 @@ SUPPORT_KINDS = {
     "probs": "probabilities",
     "append": "append to a cache",
     "rotary": "rotary",
+    "wgmma_fwd": "forward",
 }
 
 
 def support_rows() -> list[dict[str, str]]:
     """What is declared, for people: one row a backend, kind and feature set."""
     rows = []
-    for backend, arch in (("cpu", "cpu"), ("cuda, sm80 and later", "sm80")):
+    backends = (("cpu", "cpu"), ("cuda, sm80 and later", "sm80"), ("cuda, Hopper's own", "sm90"))
+    for backend, arch in backends:
         for kind, title in SUPPORT_KINDS.items():
             chosen = [kernel for kernel in kernels(arch) if kernel.kind == kind]
-            if not chosen:
+            if not chosen or (arch == "sm90" and not kind.startswith("wgmma")):
                 continue
             declared = [name for name in FEATURES if all(name in k.features for k in chosen)]
             rows.append(

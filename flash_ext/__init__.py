@@ -4,15 +4,18 @@
 because they need symbols that only torch's CUDA and ROCm builds have; a wheel may hold either.
 """
 
+import json
 import warnings
 from pathlib import Path
 
 import torch
 
+from . import machine
 from ._version import __version__
 
 _HERE = Path(__file__).parent
 _BUILD = "`pip install --no-build-isolation .` in flash_ext's source tree"
+_libraries: dict[str, str] = {}  # name: "loaded", or why not; `python -m flash_ext` prints them
 
 
 def _load_cpu_library() -> None:
@@ -28,6 +31,7 @@ def _load_cpu_library() -> None:
             f"flash_ext's compiled library does not load with torch {torch.__version__}; it needs "
             f"torch >= 2.10, or build it anew: {_BUILD}. The loader says: {error}"
         ) from error
+    _libraries["_C"] = "loaded"
 
 
 def _refuse_gpu_tensors(reason: str) -> torch.library.Library:
@@ -37,7 +41,8 @@ def _refuse_gpu_tensors(reason: str) -> torch.library.Library:
     """
 
     def refuse(*_args, **_kwargs):
-        raise RuntimeError(f"flash: no kernel for GPU tensors: {reason}")
+        advice = "".join(f"; {machine.advice(gpu)}" for gpu in machine.nvidia_gpus()[:1])
+        raise RuntimeError(f"flash: no kernel for GPU tensors: {reason}{advice}")
 
     library = torch.library.Library("flash", "IMPL")
     for name in ("attn", "attn_backward", "attn_probs", "cache_append", "rotary", "explain"):
@@ -49,9 +54,9 @@ def _load_gpu_library(name: str, archs: str, advice: str) -> torch.library.Libra
     """Without its GPU library the package serves CPU tensors and says what is missing."""
     path = _HERE / f"{name}.abi3.so"
     if not path.exists():
-        return _refuse_gpu_tensors(
-            f"flash_ext was built without them; build with FLASH_EXT_ARCHS={archs} {_BUILD}"
-        )
+        reason = f"flash_ext was built without them; build with FLASH_EXT_ARCHS={archs} {_BUILD}"
+        _libraries[name] = reason
+        return _refuse_gpu_tensors(reason)
     try:
         torch.ops.load_library(path)
     except OSError as error:
@@ -60,8 +65,16 @@ def _load_gpu_library(name: str, archs: str, advice: str) -> torch.library.Libra
             f"anew: {_BUILD}. The loader says: {error}"
         )
         warnings.warn(f"flash_ext: {reason}", RuntimeWarning, stacklevel=3)
+        _libraries[name] = reason
         return _refuse_gpu_tensors(reason)
+    _libraries[name] = "loaded"
     return None
+
+
+def _built_archs() -> list[str]:
+    """The GPU architectures of the loaded libraries."""
+    rows = json.loads(torch.ops.flash.kernels())
+    return [arch for arch in dict.fromkeys(row["arch"] for row in rows) if arch != "cpu"]
 
 
 _load_cpu_library()
@@ -76,6 +89,10 @@ elif torch.version.cuda:
         "sm90 (or your GPU's)",
         "a build with CUDA toolkit 13 needs a driver >= 580 (see nvidia-smi)",
     )
+    if _libraries["_C_cuda"] == "loaded" and (
+        _wrong := machine.wrong_build(_built_archs(), machine.nvidia_gpus())
+    ):
+        warnings.warn(_wrong, RuntimeWarning, stacklevel=2)
 
 from .checks import check_inputs  # noqa: E402  (the schemas must be there first)
 from .functional import attention, attn_probs, explain, kernels, merge  # noqa: E402

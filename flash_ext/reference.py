@@ -480,3 +480,105 @@ def merge(out_a, lse_a, out_b, lse_b):
     share = (weights / total).transpose(-2, -1).unsqueeze(-1)
     outs = torch.stack([out_a.double(), out_b.double()])
     return torch.where(share > 0, share * outs, 0).sum(0), lse
+
+
+# ---- the algorithm -------------------------------------------------------------------------------
+
+
+def _tile_scores(q, k, rows, keys, scale, causal):
+    """Scores of one tile, (batch, num_heads, rows, keys): all that ever exists of the matrix."""
+    s = scale * q[..., rows, :] @ k[..., keys, :].mT
+    if causal:
+        i = torch.arange(q.shape[-2], device=q.device)[rows, None] + k.shape[-2] - q.shape[-2]
+        s = s.masked_fill(torch.arange(k.shape[-2], device=q.device)[keys] > i, -torch.inf)
+    return s
+
+
+class _Tiled(torch.autograd.Function):
+    """Over q, k, v (batch, num_heads, seqlen, head_dim); docs/algorithm.md explains the lines."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, scale, causal, row_blocks, key_blocks):
+        out, lse = q.new_zeros(*q.shape[:-1], v.shape[-1]), q.new_empty(q.shape[:-1])
+        for rows in row_blocks:
+            acc_o = out[..., rows, :]  # unnormalised until the last key
+            row_max = torch.full_like(lse[..., rows, None], -torch.inf)
+            row_sum = torch.zeros_like(row_max)
+            for keys in key_blocks:
+                s = _tile_scores(q, k, rows, keys, scale, causal)
+                new_max = torch.maximum(row_max, s.amax(-1, keepdim=True))
+                base = new_max.masked_fill(new_max == -torch.inf, 0)  # where no key was seen yet
+                p, rescale = torch.exp(s - base), torch.exp(row_max - base)
+                row_sum = rescale * row_sum + p.sum(-1, keepdim=True)
+                acc_o.mul_(rescale).add_(p @ v[..., keys, :])
+                row_max = new_max
+            acc_o.div_(row_sum.masked_fill(row_sum == 0, 1))
+            lse[..., rows] = (row_max + row_sum.log()).squeeze(-1)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.settings = scale, causal, row_blocks, key_blocks
+        return out, lse
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dout, dlse):
+        q, k, v, out, lse = ctx.saved_tensors
+        scale, causal, row_blocks, key_blocks = ctx.settings
+        dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        delta = (dout * out).sum(-1, keepdim=True) - dlse[..., None]
+        base = lse.masked_fill(lse == -torch.inf, torch.inf)[..., None]  # no key: p is 0, not NaN
+        for keys in key_blocks:
+            for rows in row_blocks:
+                s = _tile_scores(q, k, rows, keys, scale, causal)
+                p = torch.exp(s - base[..., rows, :])  # normalised at once: lse knows all keys
+                dp = dout[..., rows, :] @ v[..., keys, :].mT
+                ds = scale * p * (dp - delta[..., rows, :])
+                dv[..., keys, :] += p.mT @ dout[..., rows, :]
+                dk[..., keys, :] += ds.mT @ q[..., rows, :]
+                dq[..., rows, :] += ds @ k[..., keys, :]
+        return dq, dk, dv, None, None, None, None
+
+
+def _blocks(length, size):
+    return [slice(begin, min(begin + size, length)) for begin in range(0, length, size)]
+
+
+def tiled_attention(q, k, v, softmax_scale=None, causal=False, block_m=64, block_n=64):
+    """What the kernels do, in PyTorch: tiles, online softmax, recomputation in the backward.
+
+    For reading and for experiments. It is slow, but its memory is O(seqlen) in both passes.
+
+    Args:
+        q: (batch, seqlen_q, num_heads, head_dim). k: (batch, seqlen_k, num_heads, head_dim).
+            v: (batch, seqlen_k, num_heads, head_dim_v). One floating dtype, in which everything is
+            computed, and no groups of query heads.
+        softmax_scale: default 1 / sqrt(head_dim).
+        causal: key j is visible to row i when j <= i + seqlen_k - seqlen_q (bottom right).
+        block_m, block_n: query rows and keys of a tile; the result depends on them by rounding
+            alone.
+
+    Returns:
+        out (batch, seqlen_q, num_heads, head_dim_v) and lse (batch, num_heads, seqlen_q) in q's
+        dtype, both differentiable, once. A row that sees no key has out 0 and lse -inf.
+
+    Raises:
+        ValueError: shapes or dtypes that do not go together, a block below 1.
+
+    Source: Dao, FlashAttention-2 (2023), algorithms 1 and 2.
+    """
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"q, k, v are {q.dtype}, {k.dtype}, {v.dtype}; cast them to one dtype")
+    batch, seqlen_q, num_heads, head_dim = q.shape
+    seqlen_k = k.shape[1]
+    for name, x, dim in (("k", k, head_dim), ("v", v, v.shape[-1])):
+        if x.shape != (batch, seqlen_k, num_heads, dim):
+            raise ValueError(
+                f"{name} is {tuple(x.shape)}; with this q and k it must be "
+                f"{(batch, seqlen_k, num_heads, dim)}: repeat key heads to q's number of heads"
+            )
+    if block_m < 1 or block_n < 1:
+        raise ValueError(f"block_m {block_m} and block_n {block_n} must be at least 1")
+    scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
+    by_head = (x.transpose(1, 2) for x in (q, k, v))
+    blocks = _blocks(seqlen_q, block_m), _blocks(seqlen_k, block_n)
+    out, lse = _Tiled.apply(*by_head, scale, causal, *blocks)
+    return out.transpose(1, 2), lse

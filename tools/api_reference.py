@@ -75,6 +75,7 @@ def _signature(node) -> str:
             return f"class {node.name}({', '.join(fields)})"
         function = methods[0]
     parameters = ast.unparse(function.args).removeprefix("self").removeprefix(", ")
+    parameters = parameters.replace("'", '"')  # ruff formats the blocks of Markdown pages too
     prefix = "class " if isinstance(node, ast.ClassDef) else ""
     line = f"{prefix}{node.name}({parameters})"
     if len(line) <= 100:

@@ -6,7 +6,8 @@
     python tools/kernel_report.py --write docs/kernels.md  keeps the report
 
 Registers and spills are ptxas' own words; shared memory is what the launch asks for. Needs a
-CUDA toolkit, no GPU. Exit status 1 when a kernel spills more than the budget below.
+CUDA toolkit, no GPU. Exit status 1 when a kernel spills more than the budget below, or when ptxas
+says that it runs wgmma products one after the other.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ MAINLOOPS = ("fwd", "bwd", "decode")
 
 COMPILED = re.compile(r"Compiling entry function '(?P<name>\w+)' for '(?P<target>sm_\w+)'")
 SPILLS = re.compile(r"(?P<spills>\d+) bytes spill stores")
+# ptxas' notes C7508 to C7520: a register budget is ignored, or products are serialised.
+SERIALISED = re.compile(r"\(C75(?:08|1\d|20)\).*|.*serialized.*")
 REGISTERS = re.compile(r"Used (?P<registers>\d+) registers")
 ENTRY = re.compile(r"\d(?P<entry>(?:fwd|bwd|decode|append|rotary)\w*?)_kernel")
 SMEM = re.compile(r"Li(?P<smem>\d+)EEEvNS")  # the last template argument of a mainloop's kernel
@@ -90,20 +93,26 @@ def parse_log(arch: str, unit: str, log: str) -> list[Usage]:
     return rows
 
 
-def build(arch: str) -> tuple[list[Usage], float, int]:
-    """(usage of every kernel, seconds, bytes of the library)."""
+def serialised(log: str) -> list[str]:
+    """What ptxas says against the wgmma kernels of a unit."""
+    return [match[0] for line in log.splitlines() if (match := SERIALISED.search(line))]
+
+
+def build(arch: str) -> tuple[list[Usage], list[str], float, int]:
+    """(usage of every kernel, ptxas' complaints, seconds, bytes of the library)."""
     directory = BUILD / arch
     library = directory / "_C_cuda.abi3.so"
     started = time.monotonic()
     native_build.build_cuda_library(directory, library, [arch])
     seconds = time.monotonic() - started
-    rows = []
+    rows, complaints = [], []
     for unit in sorted(
         (directory / "generated").glob("*.cu")
     ):  # those of this build, no older logs
         log = directory / "objects" / f"{unit.stem}.o.log"
         rows += parse_log(arch, unit.stem, log.read_text())
-    return rows, seconds, library.stat().st_size
+        complaints += [f"{unit.stem}: {text[:200]}" for text in serialised(log.read_text())]
+    return rows, complaints, seconds, library.stat().st_size
 
 
 def markdown(rows: list[Usage], sizes: dict[str, int]) -> str:
@@ -137,10 +146,12 @@ def main() -> int:
     if args.only:
         os.environ["FLASH_EXT_ONLY"] = args.only
     all_rows: list[Usage] = []
+    all_complaints: list[str] = []
     sizes: dict[str, int] = {}
     for arch in args.archs.split(","):
-        rows, seconds, size = build(arch)
+        rows, complaints, seconds, size = build(arch)
         all_rows += rows
+        all_complaints += complaints
         sizes[arch] = size
         worst = max(rows, key=lambda row: row.spills)
         print(
@@ -153,7 +164,8 @@ def main() -> int:
     over = [row for row in all_rows if row.spills > SPILL_BUDGET]
     for row in over:
         print(f"{row.unit}, {row.variant}: {row.spills} bytes spilled, above {SPILL_BUDGET}")
-    return 1 if over else 0
+    print("\n".join(all_complaints), end="\n" if all_complaints else "")
+    return 1 if over or all_complaints else 0
 
 
 if __name__ == "__main__":

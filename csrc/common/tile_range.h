@@ -23,4 +23,9 @@ FLASH_HD Range split_blocks(Range blocks, int index, int count) {
   return intersect({begin, begin + per_split}, blocks);
 }
 
+// The range counted from `origin`.
+FLASH_HD Range shifted(Range range, int origin) {
+  return {range.begin - origin, range.end - origin};
+}
+
 }  // namespace flash

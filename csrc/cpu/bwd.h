@@ -94,8 +94,6 @@ class BwdMain {
     }
   }
 
-  static Range shifted(Range range, int by) { return {range.begin - by, range.end - by}; }
-
   // d score / d slope = -distance
   void add_dslope(const Head<T>& h, Range rows, Range keys, int chunk) {
     const int end = min_of(keys.end, h.seq.seqlen_k);

@@ -130,8 +130,12 @@ class BwdTile {
     const T lse = static_cast<const T*>(p.lse)[index];
     const T subtract = lse == T(-INFINITY) ? T(INFINITY) : lse;  // a row that saw nothing: P = 0
     const T norm = workspace.norm[index];
-    for (int c = 0; c < kBlockN; c += kLanes)
-      store<T>(row + c, vec_exp(load<T>(row + c) - splat(subtract)) * norm);
+    for (int c = 0; c < kBlockN; c += kExpVecs * kLanes) {
+      ExpVecs<T> e;
+      for (int i = 0; i < kExpVecs; ++i) e[i] = load<T>(row + c + i * kLanes) - splat(subtract);
+      vec_exp(e);
+      for (int i = 0; i < kExpVecs; ++i) store<T>(row + c + i * kLanes, e[i] * norm);
+    }
   }
 
   // ds = p (dp keep - delta); exactly 0 where p is, whatever V held there.

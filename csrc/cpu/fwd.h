@@ -1,15 +1,28 @@
 // Forward on the CPU: FlashAttention-2's loop with a tile in a core's own cache.
 //
-// A task is one (sequence, head, block of query rows, split of the keys). It walks the key blocks
-// that its rows see, keeps the running maximum, the running sum and the unnormalised output of each
-// row, and normalises once at the end. Tasks share nothing; nobody waits. With num_splits > 1 a
-// task writes its normalised part and its lse to the workspace, and a second pass merges the parts.
+// A task is one (sequence, head, block of query rows, split of the keys). Its rows are up to
+// kMostTiles tiles, which take turns at each block of keys: k and v are loaded, converted and
+// transposed once for all of them. It walks the key blocks that its rows see, keeps the running
+// maximum, the running sum and the unnormalised output of each row, and normalises once at the end.
+// Tasks share nothing; nobody waits. With num_splits > 1 a task writes its normalised part and its
+// lse to the workspace, and a second pass merges the parts.
 #pragma once
 
 #include "score_tile.h"
 
 namespace flash::cpu {
 inline namespace FLASH_CPU_ISA {
+
+// Tiles of a task: as many as leave 64 cores busy. A row's bits do not depend on it, and so it is
+// one with splits, whose keys are shared out by what a task's rows see.
+constexpr int kMostTiles = 4, kFewestTasks = 64;
+
+inline int tiles_of_task(const FwdParams& p) {
+  if (p.splits() > 1) return 1;
+  const int64_t heads = static_cast<int64_t>(p.batch) * p.num_heads;
+  const int64_t tiles = heads * ceil_div(p.side_q.longest(), kBlockM);
+  return static_cast<int>(clamp_to<int64_t>(tiles / kFewestTasks, 1, kMostTiles));
+}
 
 template <typename In>
 class FwdTile {
@@ -18,18 +31,19 @@ class FwdTile {
  public:
   explicit FwdTile(const FwdParams& params)
       : p(params),
+        num_rows(kBlockM * tiles_of_task(p)),
         ld_v(pad_cols(p.head_dim_v)),
-        scores(params),
+        scores(params, num_rows),
         v(kBlockN * ld_v),
-        acc_o(kBlockM * ld_v),
-        row_max(kBlockM),
-        row_sum(kBlockM),
+        acc_o(num_rows * ld_v),
+        row_max(num_rows),
+        row_sum(num_rows),
         factors(kBlockN) {}
 
   // The schedule of one task.
   void run(int batch, int head, int m_block, int split) {
     const Head<T> h(p, batch, head);
-    const Range rows = intersect(block_range(m_block, kBlockM), {0, h.seq.seqlen_q});
+    const Range rows = intersect(block_range(m_block, num_rows), {0, h.seq.seqlen_q});
     if (rows.empty()) return;
     const Range seen = h.mask.keys_of(rows);
     const Range blocks = split_blocks(blocks_of(seen, kBlockN), split, p.splits());
@@ -37,21 +51,31 @@ class FwdTile {
     for (int n_block = blocks.begin; n_block < blocks.end; ++n_block) {
       const Range keys = block_range(n_block, kBlockN);
       scores.load_k(h, keys, seen);
-      scores.gemm_qk(rows);
-      h.apply_score_and_mask(scores.s, rows, keys);
-      online_softmax(rows);
-      if (h.dropout.enabled()) drop(h, rows, keys);
       load_v(h, keys, seen);
-      gemm_pv(rows);
+      for (int first = 0; first < rows.size(); first += kBlockM) {
+        const int begin = rows.begin + first;
+        step(h, {begin, min_of(begin + kBlockM, rows.end)}, keys, first);
+      }
     }
     finish(h, rows, split);
   }
 
  private:
+  // One tile; first: its rows' place in the task.
+  void step(const Head<T>& h, Range rows, Range keys, int first) {
+    const Range seen = intersect(h.mask.keys_of(rows), keys);
+    if (seen.empty()) return;
+    scores.gemm_qk(rows, first);
+    h.apply_score_and_mask(scores.s, rows, keys);
+    online_softmax(rows, first);
+    if (h.dropout.enabled()) drop(h, rows, keys);
+    gemm_pv(rows, first, shifted(seen, keys.begin));
+  }
+
   void start(const Head<T>& h, Range rows) {
     scores.load_q(h, rows);
-    memset(static_cast<void*>(acc_o), 0, kBlockM * ld_v * sizeof(T));
-    for (int r = 0; r < kBlockM; ++r) {
+    memset(static_cast<void*>(acc_o), 0, num_rows * ld_v * sizeof(T));
+    for (int r = 0; r < num_rows; ++r) {
       row_max[r] = T(-INFINITY);
       row_sum[r] = T(0);
     }
@@ -62,33 +86,34 @@ class FwdTile {
   }
 
   // s becomes p = exp(s - row_max); the sum and the output follow the maximum where it moved.
-  void online_softmax(Range rows) {
+  void online_softmax(Range rows, int first) {
     constexpr int kLanes = VecOf<T>::kLanes;
+    const auto larger = [](auto a, auto b) FLASH_HD_LAMBDA {
+      return (b > a) | (b != b) ? b : a;  // NaN wins and stays
+    };
+    const auto add = [](auto a, auto b) FLASH_HD_LAMBDA { return a + b; };
     for (int r = 0; r < rows.size(); ++r) {
       T* row = scores.s + r * kBlockN;
       Vec<T> top = load<T>(row);
-      for (int c = kLanes; c < kBlockN; c += kLanes) {
-        const Vec<T> x = load<T>(row + c);
-        top = (x > top) | (x != x) ? x : top;  // NaN wins and stays
-      }
-      T m_new = row_max[r];
-      for (int lane = 0; lane < kLanes; ++lane)
-        m_new = top[lane] > m_new || top[lane] != top[lane] ? top[lane] : m_new;
+      for (int c = kLanes; c < kBlockN; c += kLanes) top = larger(top, load<T>(row + c));
+      const T m_new = larger(row_max[first + r], fold<T>(top, larger));
       if (m_new == T(-INFINITY)) {  // nothing seen so far: s - m would be NaN
         memset(static_cast<void*>(row), 0, kBlockN * sizeof(T));
         continue;
       }
       Vec<T> sum = {};
-      for (int c = 0; c < kBlockN; c += kLanes) {
-        const Vec<T> e = vec_exp(load<T>(row + c) - splat(m_new));
-        store<T>(row + c, e);
-        sum += e;
+      for (int c = 0; c < kBlockN; c += kExpVecs * kLanes) {
+        ExpVecs<T> e;
+        for (int i = 0; i < kExpVecs; ++i) e[i] = load<T>(row + c + i * kLanes) - splat(m_new);
+        vec_exp(e);
+        for (int i = 0; i < kExpVecs; ++i) store<T>(row + c + i * kLanes, e[i]);
+        for (int i = 0; i < kExpVecs; ++i) sum += e[i];
       }
-      T total = T(0);
-      for (int lane = 0; lane < kLanes; ++lane) total += sum[lane];
-      if (m_new != row_max[r]) rescale(r, rescale_factor<T>(row_max[r], m_new));
-      row_sum[r] += total;
-      row_max[r] = m_new;
+      const T total = fold<T>(sum, add);
+      if (m_new != row_max[first + r])
+        rescale(first + r, rescale_factor<T>(row_max[first + r], m_new));
+      row_sum[first + r] += total;
+      row_max[first + r] = m_new;
     }
   }
 
@@ -107,9 +132,11 @@ class FwdTile {
     }
   }
 
-  void gemm_pv(Range rows) {
-    gemm<T>(rows.size(), p.head_dim_v, kBlockN, {scores.s, kBlockN, 1}, v, ld_v, acc_o, ld_v,
-            Into::kAdd);
+  // Over the keys that some row of this tile sees: others, which another tile of the task sees, may
+  // hold a NaN, and P is zero there.
+  void gemm_pv(Range rows, int first, Range c) {
+    gemm<T>(rows.size(), p.head_dim_v, c.size(), {scores.s + c.begin, kBlockN, 1},
+            v + c.begin * ld_v, ld_v, acc_o + first * ld_v, ld_v, Into::kAdd);
   }
 
   // The sink belongs to one part only: the first.
@@ -139,12 +166,13 @@ class FwdTile {
   }
 
   const FwdParams& p;
+  const int num_rows;  // of a task
   const int ld_v;
   ScoreTile<In> scores;
   Buffer<T> v;        // (kBlockN, ld_v)
-  Buffer<T> acc_o;    // (kBlockM, ld_v)
-  Buffer<T> row_max;  // (kBlockM,)
-  Buffer<T> row_sum;  // (kBlockM,)
+  Buffer<T> acc_o;    // (num_rows, ld_v)
+  Buffer<T> row_max;  // (num_rows,)
+  Buffer<T> row_sum;  // (num_rows,)
   Buffer<T> factors;  // (kBlockN,)
 };
 
@@ -181,7 +209,7 @@ size_t fwd_workspace(const FwdParams& p) {
 
 template <typename In>
 void fwd(const FwdParams& p, const Launch& launch) {
-  const int64_t m_blocks = ceil_div(p.side_q.longest(), kBlockM);
+  const int64_t m_blocks = ceil_div(p.side_q.longest(), kBlockM * tiles_of_task(p));
   const int64_t heads = static_cast<int64_t>(p.batch) * p.num_heads;
   parallel(launch, heads * m_blocks * p.splits(), [&](int64_t begin, int64_t end) {
     FwdTile<In> tile(p);

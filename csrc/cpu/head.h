@@ -41,9 +41,10 @@ struct Head {
 
   // Rows of this head into a tile, see load_rows; view is q's or shaped like it, or k's or v's.
   template <typename In>
-  void load_queries(T* tile, int ld, const View& view, int dim, Range rows) const {
+  void load_queries(T* tile, int ld, const View& view, int dim, Range rows,
+                    int count = kBlockM) const {
     const auto at = [&](int i) { return view.at(batch, seq.offset_q + i, head); };
-    load_rows<In>(tile, ld, view, at, rows.begin, kBlockM, dim, rows);
+    load_rows<In>(tile, ld, view, at, rows.begin, count, dim, rows);
   }
   template <typename In>
   void load_keys(T* tile, int ld, const View& view, int dim, Range keys, Range seen) const {

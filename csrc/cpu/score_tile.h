@@ -12,16 +12,18 @@ class ScoreTile {
   using T = Acc<In>;
 
  public:
-  explicit ScoreTile(const AttnParams& params)
+  // rows_q: of q, which the tile holds; a multiple of kBlockM.
+  explicit ScoreTile(const AttnParams& params, int rows_q = kBlockM)
       : p(params),
         ld(pad_cols(p.head_dim)),
-        q(kBlockM * ld),
+        num_rows_q(rows_q),
+        q(rows_q * ld),
         k(kBlockN * ld),
         k_t(ld * kBlockN),
         s(kBlockM * kBlockN) {}
 
   void load_q(const Head<T>& h, Range rows) {
-    h.template load_queries<In>(q, ld, p.q, p.head_dim, rows);
+    h.template load_queries<In>(q, ld, p.q, p.head_dim, rows, num_rows_q);
   }
 
   void load_k(const Head<T>& h, Range keys, Range seen) {
@@ -29,14 +31,16 @@ class ScoreTile {
     transpose<T>(k_t, kBlockN, k, ld, kBlockN, p.head_dim);
   }
 
-  void gemm_qk(Range rows) {
-    gemm<T>(rows.size(), kBlockN, p.head_dim, {q, ld, 1}, k_t, kBlockN, s, kBlockN,
+  // first: where in q these rows, at most kBlockM, begin.
+  void gemm_qk(Range rows, int first = 0) {
+    gemm<T>(rows.size(), kBlockN, p.head_dim, {q + first * ld, ld, 1}, k_t, kBlockN, s, kBlockN,
             Into::kOverwrite);
   }
 
   const AttnParams& p;
   const int ld;
-  Buffer<T> q;    // (kBlockM, ld)
+  const int num_rows_q;
+  Buffer<T> q;    // (num_rows_q, ld)
   Buffer<T> k;    // (kBlockN, ld)
   Buffer<T> k_t;  // (ld, kBlockN)
   Buffer<T> s;    // (kBlockM, kBlockN): products, then scores, then what the pass makes of them

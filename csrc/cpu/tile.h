@@ -4,6 +4,7 @@
 #include <stdlib.h>
 
 #include <new>
+#include <type_traits>
 
 #include "../params.h"
 #include "gemm.h"
@@ -47,15 +48,31 @@ inline void load_rows(Acc<In>* tile, int ld, const View& view, At at, int first,
       continue;
     }
     const In* source = static_cast<const In*>(view.data) + at(i);
-    for (int d = 0; d < dim; ++d) row[d] = to_acc(source[d]);
+    if constexpr (std::is_same_v<In, Acc<In>>) {
+      memcpy(static_cast<void*>(row), source, dim * sizeof(In));
+    } else {
+      for (int d = 0; d < dim; ++d) row[d] = to_acc(source[d]);
+    }
   }
 }
 
-// (rows, cols) -> (cols, rows); leading dimensions in elements.
+// (rows, cols) -> (cols, rows); leading dimensions in elements, rows a multiple of the lanes.
 template <typename T>
 inline void transpose(T* to, int ld_to, const T* from, int ld_from, int rows, int cols) {
-  for (int r = 0; r < rows; ++r)
-    for (int c = 0; c < cols; ++c) to[c * ld_to + r] = from[r * ld_from + c];
+  if constexpr (kVecBytes == 32) {
+    // Columns gathered lane by lane and stored whole: half the time of a store an element on
+    // AVX2, nothing gained with 16-byte vectors.
+    constexpr int kLanes = VecOf<T>::kLanes;
+    for (int r = 0; r < rows; r += kLanes)
+      for (int c = 0; c < cols; ++c) {
+        Vec<T> column;
+        for (int lane = 0; lane < kLanes; ++lane) column[lane] = from[(r + lane) * ld_from + c];
+        store(to + c * ld_to + r, column);
+      }
+  } else {
+    for (int r = 0; r < rows; ++r)
+      for (int c = 0; c < cols; ++c) to[c * ld_to + r] = from[r * ld_from + c];
+  }
 }
 
 // Writes `count` rows of a tile, each multiplied by scale[r] when scale is given.

@@ -70,7 +70,7 @@ def test_models(name, padding):
     assert grads.keys() == eager_grads.keys()
     if grads:
         ours, peer = (gradient_error(x, exact_grads) for x in (grads, eager_grads))
-        assert ours <= 1.3 * peer
+        assert ours <= 2 * peer
 
 
 @pytest.mark.parametrize("name", hf_models.DECODERS)

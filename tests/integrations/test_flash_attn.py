@@ -61,6 +61,32 @@ def test_every_function_of_flash_attn_is_there():
     assert exported - {"flash_attn_interface"} == ours
 
 
+FLASH_ATTENTION_2 = f"""
+{LINE}
+import transformers.utils.import_utils as available
+available.is_torch_cuda_available = lambda: True  # it looks for a GPU first
+import flash_ext.integrations.transformers
+import hf_models, torch
+
+for padding in ("none", "left"):
+    inputs, counts = hf_models.make_inputs("mistral", padding)
+    results = []
+    for implementation in ("flash_attention_2", "flash_ext"):
+        model = hf_models.make_model("mistral", implementation, dtype=torch.bfloat16)
+        assert model.config._attn_implementation == implementation
+        results.append(hf_models.outputs(model, inputs, counts))
+    torch.testing.assert_close(*results)
+"""
+
+
+def test_transformers_finds_it():
+    """Its own flash_attention_2, which packs padded rows, computes what flash_ext does."""
+    pytest.importorskip("transformers")
+    tests = str(Path(__file__).parents[1])
+    result = run(f"import sys; sys.path.insert(0, {tests!r})\n{FLASH_ATTENTION_2}")
+    assert result.returncode == 0, result.stderr[-3000:]
+
+
 # ---- layers.rotary -------------------------------------------------------------------------------
 
 BATCH, SEQLEN, HEADS, HEADS_K, DIM = 2, 6, 4, 2, 16

@@ -189,6 +189,7 @@ def test_jagged_refusals():
 
 def test_dtensor():
     """In a process of its own, whose threads stand for ranks; dtensor_worker.py has the cases."""
+    pytest.importorskip("expecttest")  # torch.testing's process groups of threads import it
     worker = Path(__file__).with_name("dtensor_worker.py")
     command = [sys.executable, str(worker)]
     run = subprocess.run(

@@ -210,7 +210,9 @@ class Run {
   bool all() {
     forward();
     if (!finite("out", out.array)) return false;
-    if (c.page_size > 0) return append();
+    // Appends have no instruction set of their own: the build of the portable kernels has them.
+    const bool has_append = find_kernel({Pass::kAppend, dtype, c.head_dim, c.head_dim_v, 0});
+    if (c.page_size > 0) return !has_append || append();
     return !c.leftpad_k.empty() || (backward() && probs());  // only the forward hides keys
   }
 
