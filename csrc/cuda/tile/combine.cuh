@@ -7,7 +7,6 @@
 
 #include "../../common/softmax.h"
 #include "../launch.h"
-#include "../primitives/dependents.h"
 
 #include <fragment.h>
 
@@ -144,8 +143,12 @@ struct PartsOfRun {
   }
 };
 
-constexpr int kCombineWarps = 8;
-constexpr int kCombineAhead = 4;  // parts a warp reads before it knows the largest maximum
+constexpr int kCombineWarps = 4;
+constexpr int kCombineAhead = 4;
+
+// What a balanced grid has a block for: every run, or every cut between two pieces, if those are
+// fewer.
+enum class CombineBy { kRuns, kCuts };
 
 // kRowWarps warps share the parts of a row: all of a block where parts are many, one where few.
 template <typename In, int kDim, int kRows, int kBlockN, int kRowWarps>
@@ -166,12 +169,11 @@ class CombineBlock {
                                           Storage& storage)
       : p(params), grid(grid_), smem(storage), index(params, grid_, storage.index) {}
 
-  // Rows of one run and member. Most blocks find nothing to do, and leave while the parts are still
-  // being made; the first one stays, so that this grid never ends before the one ahead of it.
-  __device__ __forceinline__ void run(bool plain) {
-    const PartsOfRun run = grid.num_splits > 0 ? of_fixed() : of_boundary();
-    if (run.count == 0 && (blockIdx.x > 0 || blockIdx.y > 0)) return;
-    wait_for_primary();
+  // Rows of one run and member; many blocks find nothing to do.
+  __device__ __forceinline__ void run(bool plain, CombineBy by) {
+    const PartsOfRun run = grid.num_splits > 0      ? of_fixed()
+                           : by == CombineBy::kRuns ? of_run()
+                                                    : of_cut();
     if (run.count == 0) return;
     const SeqInfo seq = seq_info(p.side_q, p.side_k, run.batch);
     const int row = static_cast<int>(blockIdx.y) * kBlockRows + warp_id() / kRowWarps;
@@ -188,25 +190,27 @@ class CombineBlock {
   }
 
  private:
-  // This warp's share of a row's parts. All that it reads of a usual number of parts is under way
-  // at once.
+  // This warp's share of a row's parts, kCombineAhead under way at once.
   __device__ __forceinline__ void merge_parts(const PartsOfRun& run, int row, int warp,
                                               float exp_scale, MergedRow<kDim>& mine) {
     const SplitParts<kDim> parts(p.workspace, grid.num_slots(), kRows);
-    RowPart<kDim> ahead[kCombineAhead];
+    RowPart<kDim> some[kCombineAhead];
+    const auto load = [&](int first) {
 #pragma unroll
-    for (int n = 0; n < kCombineAhead; ++n) {
-      const int part = warp + n * kRowWarps;
-      ahead[n].load(parts, run.slot(part) * kRows + row, part < run.count);
-    }
+      for (int n = 0; n < kCombineAhead; ++n) {
+        const int part = first + n * kRowWarps;
+        some[n].load(parts, run.slot(part) * kRows + row, part < run.count);
+      }
+    };
+    load(warp);  // under way together with the maxima
     for (int part = lane_id(); part < run.count; part += kWarpSize)
       mine.see(parts.row_max[run.slot(part) * kRows + row]);
     mine.m = warp_max(mine.m);
+    for (int first = warp; first < run.count;) {
 #pragma unroll
-    for (int n = 0; n < kCombineAhead; ++n) mine.add(ahead[n], exp_scale);
-    for (int part = warp + kCombineAhead * kRowWarps; part < run.count; part += kRowWarps) {
-      ahead[0].load(parts, run.slot(part) * kRows + row, true);
-      mine.add(ahead[0], exp_scale);
+      for (int n = 0; n < kCombineAhead; ++n) mine.add(some[n], exp_scale);
+      first += kCombineAhead * kRowWarps;
+      if (first < run.count) load(first);
     }
   }
 
@@ -238,8 +242,19 @@ class CombineBlock {
     return parts;
   }
 
+  // Run number blockIdx.x / team_size(), if it is in parts.
+  __device__ __forceinline__ PartsOfRun of_run() {
+    const unsigned bands = static_cast<unsigned>(p.num_heads_k / grid.band);
+    const unsigned number = blockIdx.x / static_cast<unsigned>(grid.team_size());
+    const int batch = static_cast<int>(number / bands);
+    const unsigned first = index.first_of(batch);
+    const unsigned each = Sequence(p, batch).units_of_run(), band = number % bands;
+    if (each == 0) return {};
+    return in_pieces(batch, static_cast<int>(band), first + band * each, each);
+  }
+
   // The run that the cut before piece c = team + 1 lies in, if that is its first cut.
-  __device__ __forceinline__ PartsOfRun of_boundary() {
+  __device__ __forceinline__ PartsOfRun of_cut() {
     const unsigned c = blockIdx.x / static_cast<unsigned>(grid.team_size()) + 1;
     const Pieces pieces(index.total(), grid.teams);
     if (c >= pieces.count) return {};
@@ -250,10 +265,20 @@ class CombineBlock {
     const unsigned each = Sequence(p, batch).units_of_run(), band = (cut - first) / each;
     const unsigned begin = first + band * each;
     if (cut == begin || before > begin) return {};
-    PartsOfRun parts = of(batch, static_cast<int>(band));
-    parts.count = static_cast<int>(pieces.piece_of(begin + each - 1) - (c - 1)) + 1;
-    parts.first_slot = grid.slot(2 * static_cast<int>(c - 1) + (before == begin ? 0 : 1), member());
-    parts.second_slot = grid.slot(2 * static_cast<int>(c), member());
+    return in_pieces(batch, static_cast<int>(band), begin, each);
+  }
+
+  // The parts of the run that has units [begin, begin + each).
+  __device__ __forceinline__ PartsOfRun in_pieces(int batch, int band, unsigned begin,
+                                                  unsigned each) const {
+    const Pieces pieces(index.total(), grid.teams);
+    const unsigned c = pieces.piece_of(begin), last = pieces.piece_of(begin + each - 1);
+    if (c == last) return {};
+    PartsOfRun parts = of(batch, band);
+    parts.count = static_cast<int>(last - c) + 1;
+    parts.first_slot =
+        grid.slot(2 * static_cast<int>(c) + (pieces.begin(c) == begin ? 0 : 1), member());
+    parts.second_slot = grid.slot(2 * static_cast<int>(c + 1), member());
     parts.step = int64_t{2} * grid.team_size();
     return parts;
   }
@@ -274,26 +299,31 @@ class CombineBlock {
 template <typename In, int kDim, int kRows, int kBlockN, int kRowWarps>
 __global__ void __launch_bounds__(kCombineWarps* kWarpSize)
     combine_kernel(const __grid_constant__ FwdParams p, const __grid_constant__ SplitGrid grid,
-                   const bool plain) {
+                   const bool plain, const CombineBy by) {
   using Block = CombineBlock<In, kDim, kRows, kBlockN, kRowWarps>;
   __shared__ typename Block::Storage storage;
-  Block(p, grid, storage).run(plain);
+  Block(p, grid, storage).run(plain, by);
 }
 
-// Started early where the device can: its blocks find their runs while the parts are being made.
+// Not started early: its blocks that wait beside those of the decode kernel cost long calls of the
+// memory's rate (H200, batch 128, 128k keys, to cuDNN in the same run: 0.95 instead of 1.03).
 template <typename In, int kDim, int kRows, int kBlockN>
 void launch_combine(const FwdParams& p, const SplitGrid& grid, bool plain, const Launch& launch) {
   const int64_t all_runs = int64_t{p.batch} * (p.num_heads_k / grid.band);
   const int64_t parts = grid.num_splits > 0 ? grid.num_splits : grid.teams / all_runs;  // of a run
-  const int64_t cuts = grid.num_splits > 0 ? all_runs : grid.teams - 1;
+  const CombineBy by = all_runs < grid.teams ? CombineBy::kRuns : CombineBy::kCuts;
+  const int64_t looks =
+      grid.num_splits > 0 || by == CombineBy::kRuns ? all_runs : int64_t{grid.teams} - 1;
   const int rows =
       static_cast<int>(min_of<int64_t>(kRows, int64_t{p.side_q.longest()} * p.group()));
   const auto launch_with = [&](auto row_warps) {
     constexpr int kRowWarps = decltype(row_warps)::value;
-    launch_early(&combine_kernel<In, kDim, kRows, kBlockN, kRowWarps>,
-                 dim3(grid_size(cuts * grid.team_size()),
-                      static_cast<unsigned>(ceil_div(rows, kCombineWarps / kRowWarps))),
-                 kCombineWarps * kWarpSize, 0, launch.stream, "a combine kernel", p, grid, plain);
+    const dim3 blocks(grid_size(looks * grid.team_size()),
+                      static_cast<unsigned>(ceil_div(rows, kCombineWarps / kRowWarps)));
+    combine_kernel<In, kDim, kRows, kBlockN, kRowWarps>
+        <<<blocks, kCombineWarps * kWarpSize, 0, static_cast<cudaStream_t>(launch.stream)>>>(
+            p, grid, plain, by);
+    check(cudaGetLastError(), "a combine kernel");
   };
   if (parts > kCombineAhead)
     launch_with(Constant<kCombineWarps>{});

@@ -18,6 +18,7 @@
 #include "../../common/score.h"
 #include "../../common/softmax.h"
 #include "../launch.h"
+#include "../primitives/dependents.h"
 
 #include <config.h>
 #include <copy.h>
@@ -406,8 +407,7 @@ template <typename Traits, int kSmemBytes>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::Shape::kMinBlocks)
     decode_kernel(const __grid_constant__ FwdParams p, const __grid_constant__ SplitGrid grid) {
   extern __shared__ __align__(128) char storage[];
-  wait_for_primary();   // an append may have been ahead
-  launch_dependents();  // only now: the lengths that combine reads are there
+  wait_for_primary();  // an append may be ahead, and started this grid early
   DecodeBlock<Traits>(p, grid, *reinterpret_cast<DecodeStorage<Traits>*>(storage)).run();
 }
 

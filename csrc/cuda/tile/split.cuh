@@ -149,6 +149,18 @@ class SplitIndex {
     first = smem.first;
   }
 
+  // The units before sequence `batch`.
+  __device__ __forceinline__ unsigned first_of(int batch) {
+    if (is_uniform_) return static_cast<unsigned>(batch) * sum_;
+    if (batch >= chunk_begin() && batch < chunk_end()) {
+      unsigned at = before_;
+      for (int b = chunk_begin(); b < batch; ++b) at += units_of(b);
+      smem.first = at;
+    }
+    __syncthreads();
+    return smem.first;
+  }
+
  private:
   __device__ __forceinline__ int chunk_begin() const {
     return min_of(static_cast<int>(threadIdx.x) * chunk_, p.batch);
