@@ -198,7 +198,8 @@ def test_many_tiles_of_unlike_length(head_dim, head_dim_v):
     total = ends[-1]
     q, k, v = (x[0] for x in inputs_with(head_dim, head_dim_v, total, batch=1, heads=(8, 2)))
     cu = int32(*ends)
-    packed = with_lse(q, k, v, cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=700, causal=True)
+    options = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": 700, "max_seqlen_k": 700}
+    packed = with_lse(q, k, v, **options, causal=True)
     for begin, end in itertools.pairwise(ends):
         if begin == end:
             continue

@@ -20,8 +20,8 @@ struct FwdShape {
   static constexpr PingPong kPingPong = kPingPong_;
 };
 
-// Masked calls with fewer keys take ShortShape: a tile of a causal mask wastes half a step of keys.
-constexpr int kShortMasked = 2048;
+// Calls with fewer keys take ShortShape: a tile of a causal mask wastes half a step of keys.
+constexpr int kShort = 2048;
 
 // ModifiedShape serves softcap and scales that are not positive.
 template <int kDim, int kDimV>

@@ -73,7 +73,7 @@ __device__ __forceinline__ void exact_row_maxima(const Accumulator<kN>& s, float
 
 // The same by Hopper's maximum of three integers, half an instruction a score: floats compare like
 // their bits where one of them is not negative. A warp with a row without such a score goes the
-// exact way. Returns whether asks(m) in some lane, by one vote in the usual case.
+// exact way. Returns whether asks(m) in some lane.
 template <int kN, typename Asks>
 __device__ __forceinline__ bool row_maxima(const Accumulator<kN>& s, float (&m)[kSlots],
                                            Asks asks) {
@@ -93,8 +93,7 @@ __device__ __forceinline__ bool row_maxima(const Accumulator<kN>& s, float (&m)[
     m[slot] = __int_as_float(x);
     negative |= x < 0;
   }
-  if (!warp_any(negative || asks(m))) return false;
-  exact_row_maxima(s, m);
+  if (warp_any(negative)) exact_row_maxima(s, m);
   return warp_any(asks(m));
 }
 

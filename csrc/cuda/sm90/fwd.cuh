@@ -560,11 +560,10 @@ void launch_fwd(const FwdParams& p, const Launch& launch) {
 template <typename In, int kDim, int kDimV>
 void fwd(const FwdParams& p, const Launch& launch) {
   using Config = FwdConfig<kDim, kDimV>;
-  const bool masked = p.window_left >= 0 || p.window_right >= 0;
   if (p.softcap != 0 || !(p.softmax_scale > 0))
     launch_fwd<FwdTraits<In, kDim, kDimV, typename Config::ModifiedShape, ScoreKind::kModified>>(
         p, launch);
-  else if (masked && p.side_k.longest() < kShortMasked)
+  else if (p.side_k.longest() < kShort)  // not by the mask: one that hides nothing keeps the bits
     launch_fwd<FwdTraits<In, kDim, kDimV, typename Config::ShortShape, ScoreKind::kPlain>>(p,
                                                                                            launch);
   else
