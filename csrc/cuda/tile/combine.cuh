@@ -305,8 +305,9 @@ __global__ void __launch_bounds__(kCombineWarps* kWarpSize)
   Block(p, grid, storage).run(plain, by);
 }
 
-// Not started early: its blocks that wait beside those of the decode kernel cost long calls of the
-// memory's rate (H200, batch 128, 128k keys, to cuDNN in the same run: 0.95 instead of 1.03).
+// Not started early: blocks that wait beside those of the decode kernel may cost long calls some of
+// the memory's rate. A build that did so had 0.95 of cuDNN's rate instead of 1.03 (H200, batch 128,
+// 128k keys), but differed in more than that.
 template <typename In, int kDim, int kRows, int kBlockN>
 void launch_combine(const FwdParams& p, const SplitGrid& grid, bool plain, const Launch& launch) {
   const int64_t all_runs = int64_t{p.batch} * (p.num_heads_k / grid.band);
