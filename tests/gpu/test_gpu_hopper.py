@@ -10,7 +10,7 @@ import math
 import gpu_util
 import pytest
 import torch
-from gpu_util import check_inputs, inputs_of, int32, qkv, randn
+from gpu_util import assert_close_results, check_inputs, inputs_of, int32, qkv, randn
 from util import Case, make_inputs, same_bits
 
 import flash_ext
@@ -191,7 +191,8 @@ def test_a_sink_without_keys(head_dim, head_dim_v):
 
 @dims
 def test_many_tiles_of_unlike_length(head_dim, head_dim_v):
-    """More tiles than multiprocessors, in packed sequences; each equals its own dense call."""
+    """More tiles than multiprocessors, in packed sequences; each is as its own dense call, whose
+    tiles may have another shape."""
     generator = torch.Generator().manual_seed(8)
     lengths = torch.randint(0, 700, (40,), generator=generator).tolist()
     ends = [0, *torch.tensor(lengths).cumsum(0).tolist()]
@@ -204,8 +205,7 @@ def test_many_tiles_of_unlike_length(head_dim, head_dim_v):
         if begin == end:
             continue
         out, lse = with_lse(*(x[None, begin:end] for x in (q, k, v)), causal=True)
-        assert same_bits(packed[0][begin:end], out[0])
-        assert same_bits(packed[1][:, begin:end], lse[0])
+        assert_close_results((packed[0][begin:end], packed[1][:, begin:end]), (out[0], lse[0]))
 
 
 @dims
