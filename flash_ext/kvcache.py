@@ -71,7 +71,20 @@ def _lengths(cache_seqlens, batch: int, device):
         return cache_seqlens
     if isinstance(cache_seqlens, bool) or not isinstance(cache_seqlens, (int, torch.SymInt)):
         raise type_error("cache_seqlens", cache_seqlens, "an int or an int32 tensor", "use int()")
+    if cache_seqlens < 0:
+        raise ValueError(f"cache_seqlens is {cache_seqlens}; it counts keys, 0 for an empty cache")
     return torch.full((batch,), cache_seqlens, dtype=torch.int32, device=device)
+
+
+def _check_tables(rotary_cos, cache_seqlens, seqlen_new) -> None:
+    """What of the rotary tables the host knows. Lengths on the device are clamped to them."""
+    if isinstance(cache_seqlens, Tensor) or not isinstance(rotary_cos, Tensor):
+        return
+    if cache_seqlens + seqlen_new > rotary_cos.shape[0]:
+        raise ValueError(
+            f"rotary_cos has {rotary_cos.shape[0]} rows but the new keys end at position "
+            f"{cache_seqlens + seqlen_new}; every position needs its row: compute longer tables"
+        )
 
 
 def _check_append(k, v, k_cache, cache_seqlens, capacity, cache_batch_idx) -> None:
@@ -200,6 +213,7 @@ def flash_attn_with_kvcache(
     seqused_k = _lengths(cache_seqlens, q.shape[0], q.device)
     if k is not None:
         if rotary_cos is not None:
+            _check_tables(rotary_cos, cache_seqlens, k.shape[1])
             rotary_interleaved = bool(rotary_interleaved)
             q = ops.rotary(q, rotary_cos, rotary_sin, seqused_k, None, rotary_interleaved)
         seqused_k = ops.cache_append(

@@ -513,10 +513,10 @@ def _cache_append_fake(k_cache, v_cache, k, v, cache_seqlens, *rest):
 
 def _cache_append_autograd(keyset, *args):
     _refuse_forward_mode(cache_append, args)
-    if torch.is_grad_enabled() and _any_requires_grad(*args[:4]):
+    if torch.is_grad_enabled() and _any_requires_grad(*args):
         raise NotImplementedError(
             "flash::cache_append has no derivative: call it under torch.no_grad() or "
-            "torch.inference_mode(), or detach k and v"
+            "torch.inference_mode(), or detach k, v, rotary_cos and rotary_sin"
         )
     torch.autograd.graph.increment_version(args[:2])
     return _redispatch(cache_append, keyset, args)

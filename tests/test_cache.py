@@ -198,6 +198,23 @@ def test_append_refusals(name):
     assert torch.equal(k_cache, before)
 
 
+def test_rotary_tables_shorter_than_what_the_host_knows():
+    q, *_ = new_keys(2, 1, 2, (16,), "cpu", FP32)
+    caches = new_keys(2, 9, 2, (16, 16), "cpu", FP32)
+    k, v = new_keys(2, 1, 2, (16, 16), "cpu", FP32)
+    cos, sin = tables(2, 16)
+    with pytest.raises(ValueError, match="rotary_cos has 2 rows"):
+        flash_attn_with_kvcache(q, *caches, k, v, rotary_cos=cos, rotary_sin=sin, cache_seqlens=5)
+
+
+def test_append_has_no_gradient_for_its_tables():
+    caches = new_keys(2, 20, 2, (16, 16), "cpu", FP32)
+    k, v = new_keys(2, 3, 2, (16, 16), "cpu", FP32)
+    cos, sin = (x.requires_grad_() for x in tables(20, 16))
+    with pytest.raises(NotImplementedError, match="cache_append has no derivative"):
+        torch.ops.flash.cache_append(*caches, k, v, lengths((0, 0)), None, None, cos, sin, False)
+
+
 def test_append_has_no_gradient():
     caches = new_keys(2, 20, 2, (16, 16), "cpu", FP32)
     k, v = (x.requires_grad_() for x in new_keys(2, 3, 2, (16, 16), "cpu", FP32))
@@ -374,6 +391,7 @@ USAGE = {
     "no lengths": ({"k": 0, "v": 0}, "cache_seqlens is None but k is given"),
     "k alone": ({"k": 0, "cache_seqlens": 1}, "v is None but k is given"),
     "both": ({"cache_batch_idx": 1, "block_table": 1}, "both given"),
+    "negative": ({"cache_seqlens": -1}, "cache_seqlens is -1"),
 }
 
 

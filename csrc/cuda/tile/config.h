@@ -176,7 +176,7 @@ struct BwdConfig<96, kSmemKB> {
 template <>
 struct BwdConfig<96, 99> {
   using Shape = BwdShape<64, 64, 32, 32, 2, 2, 2, 1>;
-  using ModifiedShape = Shape;
+  using ModifiedShape = BwdShape<32, 64, 16, 32, 2, 2, 2, 1>;
 };
 
 template <int kSmemKB>
