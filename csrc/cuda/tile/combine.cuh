@@ -153,6 +153,7 @@ enum class CombineBy { kRuns, kCuts };
 // kRowWarps warps share the parts of a row: all of a block where parts are many, one where few.
 template <typename In, int kDim, int kRows, int kBlockN, int kRowWarps>
 class CombineBlock {
+  static_assert(kRowWarps == 1 || kRowWarps == kCombineWarps, "merge_warps joins a whole block");
   static constexpr int kThreads = kCombineWarps * kWarpSize;
   static constexpr int kBlockRows = kCombineWarps / kRowWarps;
   using Sequence = SplitSequence<kRows, kBlockN>;
