@@ -45,6 +45,11 @@ class AttentionBias:
         return self
 
 
+def _check_window_size(window_size):
+    if window_size <= 0:
+        raise ValueError(f"window_size is {window_size}; a window has at least one key")
+
+
 class LowerTriangularMask(AttentionBias):
     """Row i sees keys j <= i, counted from the top left."""
 
@@ -74,6 +79,12 @@ class LowerTriangularFromBottomRightMask(LowerTriangularMask):
     def _rule(self):
         return True, None, 0
 
+    def add_bias(self, bias):
+        raise NotImplementedError(
+            f"{type(self).__name__} with a bias is not supported: the class with a bias counts "
+            "from the top left; pass a tensor that holds -inf where keys are masked"
+        )
+
     def make_local_attention(self, window_size):
         return LowerTriangularFromBottomRightLocalAttentionMask(window_size)
 
@@ -83,6 +94,9 @@ class LowerTriangularFromBottomRightLocalAttentionMask(LowerTriangularFromBottom
     """The same, and only the last window_size of them."""
 
     _window_size: int
+
+    def __post_init__(self):
+        _check_window_size(self._window_size)
 
     def _rule(self):
         return True, self._window_size - 1, 0
@@ -241,6 +255,9 @@ class BlockDiagonalCausalLocalAttentionMask(BlockDiagonalCausalMask):
 
     _window_size: int = 0
 
+    def __post_init__(self):
+        _check_window_size(self._window_size)
+
     def _rule(self):
         return False, self._window_size - 1, 0
 
@@ -250,6 +267,9 @@ class BlockDiagonalCausalLocalAttentionFromBottomRightMask(BlockDiagonalCausalFr
     """Causal from the bottom right, and only the last window_size keys."""
 
     _window_size: int = 0
+
+    def __post_init__(self):
+        _check_window_size(self._window_size)
 
     def _rule(self):
         return True, self._window_size - 1, 0
@@ -263,6 +283,12 @@ class BlockDiagonalPaddedKeysMask(BlockDiagonalMask):
         """kv_padding: rows of a slot. kv_seqlen: how many of each are used."""
         k_seqinfo = _PaddedSeqLenInfo.from_seqlens_padded(kv_seqlen, kv_padding)
         return cls(_SeqLenInfo.from_seqlens(q_seqlen), k_seqinfo)
+
+    def _as(self, cls, *more):
+        raise NotImplementedError(
+            f"{type(self).__name__} has no causal or local form but "
+            "BlockDiagonalCausalWithOffsetPaddedKeysMask: the others do not know of padding"
+        )
 
 
 class BlockDiagonalCausalWithOffsetPaddedKeysMask(BlockDiagonalPaddedKeysMask):

@@ -12,8 +12,8 @@ is divided by, or else the heads are gathered.
 A gradient that all devices have a part of (sinks under a sharded batch, a bias that broadcasts
 over it) comes out as a partial sum, as DTensor has it for every broadcast.
 
-Packed sequences, page tables and dropout are replicated: where a sequence lies, and which mask of
-dropout it gets, depends on all of the batch.
+Packed sequences and page tables are replicated: where a sequence lies depends on all of the batch.
+Dropout is not served: its rng_state would have to be the same replicated DTensor everywhere.
 """
 
 import itertools

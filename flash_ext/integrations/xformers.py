@@ -3,7 +3,8 @@
     from flash_ext.integrations.xformers import LowerTriangularMask, memory_efficient_attention
 
 in the place of `from xformers.ops import …`. The bias classes are here under xformers' names
-(`attn_bias` has them too), and objects of xformers' own classes work as well.
+(`attn_bias` has them too), and objects of xformers' own classes are known by their names (tested
+with look-alikes, never with xformers itself).
 """
 
 import torch
@@ -74,6 +75,8 @@ def _causal_and_window(bias, name: str) -> dict:
         return {"window": (bias.window_left, bias.window_right)}
     options = {"causal": name not in _NOT_CAUSAL}
     if "Local" in name:
+        if bias._window_size <= 0:
+            raise ValueError(f"window_size is {bias._window_size}; a window has at least one key")
         options["window"] = (bias._window_size - 1, -1)
     return options
 
@@ -154,9 +157,7 @@ def _attend(query, key, value, bias, p, scale):
     q, k, v = _four_dimensions(query, key, value)
     options, tensor = {"softmax_scale": scale, "dropout_p": p}, None
     name = type(bias).__name__
-    if isinstance(bias, Tensor):
-        tensor = bias
-    elif name in _DENSE:
+    if name in _DENSE:  # first: xformers' own are tensors in some versions
         keys, tensor, more = _dense_options(bias, name, q.shape[1], k.shape[1])
         k, v = k[:, :keys], v[:, :keys]
         tensor = None if tensor is None else tensor[..., :keys]
@@ -169,12 +170,19 @@ def _attend(query, key, value, bias, p, scale):
             )
         options |= _block_options(bias, name, q.device)
         q, k, v = q[0], k[0], v[0]
+    elif isinstance(bias, Tensor):
+        tensor = bias
     elif bias is not None:
         raise TypeError(
             f"attn_bias is a {name}; it must be None, a tensor or one of "
             f"{', '.join([*_DENSE, *_BLOCKS])}"
         )
     if tensor is not None and tensor.dim() == 3:
+        if query.dim() != 3:
+            raise ValueError(
+                f"attn_bias has shape {tuple(tensor.shape)} and query {tuple(query.shape)}; with "
+                "heads it must be (batch, heads, seqlen_q, seqlen_k), 1 where it broadcasts"
+            )
         tensor = tensor.unsqueeze(1)  # (batch, rows, keys)
     elif tensor is not None and tensor.dim() == 5:
         tensor = tensor.flatten(1, 2)  # (batch, groups, heads, rows, keys)

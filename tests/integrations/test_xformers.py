@@ -199,3 +199,24 @@ def test_refusals():
         xops.BlockDiagonalPaddedKeysMask.from_seqlens([1], 5, [6])
     with pytest.raises(ValueError, match=r"must be \(1, 9"):
         BLOCKS.split(torch.zeros(1, 8, 2))
+
+
+def test_masks_that_would_lose_something_refuse():
+    """No bias at the top left for one counted from the bottom right, no padding forgotten."""
+    bias = torch.zeros(1, 1, 3, 4)
+    with pytest.raises(NotImplementedError, match="top left"):
+        xops.attn_bias.LowerTriangularFromBottomRightMask().add_bias(bias)
+    padded = xops.attn_bias.BlockDiagonalPaddedKeysMask.from_seqlens([2, 1], 5, [3, 4])
+    for make in (padded.make_causal, padded.make_causal_from_bottomright):
+        with pytest.raises(NotImplementedError, match="padding"):
+            make()
+
+
+@pytest.mark.parametrize("window_size", [0, -1])
+def test_windows_have_a_key(window_size):
+    masks = xops.attn_bias
+    with pytest.raises(ValueError, match=f"window_size is {window_size}"):
+        masks.LowerTriangularFromBottomRightMask().make_local_attention(window_size)
+    blocks = masks.BlockDiagonalMask.from_seqlens([2, 3])
+    with pytest.raises(ValueError, match=f"window_size is {window_size}"):
+        blocks.make_local_attention(window_size)
