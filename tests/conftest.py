@@ -3,7 +3,10 @@
 `pytest --device cuda` runs the same tests on a GPU. Tests marked `gpu` need one in any case.
 """
 
+import atexit
 import os
+import shutil
+import tempfile
 
 import hypothesis
 import pytest
@@ -11,6 +14,11 @@ import pytest
 # Before torch loads its OpenMP: threads that wait for each other sleep instead of spinning. On a
 # machine with other work than these small cases spinning takes twenty times as long.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+# torch keeps compiled programs over runs and does not see that an operator's schema has changed.
+if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="flash_ext_inductor_")
+    atexit.register(shutil.rmtree, os.environ["TORCHINDUCTOR_CACHE_DIR"], ignore_errors=True)
 
 import torch
 
