@@ -56,7 +56,7 @@ def attention(
         (out, lse): out jagged as q; lse (num_heads, total_q), as for packed sequences.
     """
     q, k, v = (_jagged(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
-    if k.offsets() is not v.offsets() and not torch.equal(k.offsets(), v.offsets()):
+    if not _same_offsets(k, v):
         raise ValueError("k and v have other offsets; they must be of the same sequences")
     cu_seqlens_q, seqused_q, max_seqlen_q = _lengths(q)
     cu_seqlens_k, seqused_k, max_seqlen_k = _lengths(k)
@@ -75,6 +75,10 @@ def attention(
     return jagged, lse
 
 
+def _same_offsets(a, b) -> bool:
+    return a.offsets() is b.offsets() or torch.equal(a.offsets(), b.offsets())
+
+
 def scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, _):
     """`flash_ext.scaled_dot_product_attention` of jagged (batch, num_heads, seqlen, head_dim)."""
     if attn_mask is not None:
@@ -82,7 +86,7 @@ def scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_cau
             "attn_mask is given with nested tensors, whose rows it cannot be made for; leave it "
             "out, or call flash_ext.attention with a bias (batch, num_heads, max_seqlen, …)"
         )
-    if is_causal and query.offsets() is not key.offsets():
+    if is_causal and not _same_offsets(query, key):
         raise ValueError(
             "is_causal is True and query has other offsets than key; torch's top left rule is for "
             "queries and keys of the same sequences: call flash_ext.attention(causal=True), whose "

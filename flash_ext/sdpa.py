@@ -198,6 +198,10 @@ def _reason_to_leave(query, key, value, attn_mask=None, dropout_p=0.0, is_causal
     tensors = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
     if any(x.is_nested and x.layout != torch.jagged for x in tensors[:3]):
         return "nested tensors that are not jagged"
+    if query.dim() < 3 or key.dim() != query.dim() or value.dim() != query.dim():
+        return "shapes that torch broadcasts"
+    if query.shape[-3] < key.shape[-3]:
+        return "fewer query heads than key heads"
     alignment = None if attn_mask is None else _causal_alignment(attn_mask)
     if not query.is_nested and not all(type(x) in _PLAIN for x in tensors[: 3 + (not alignment)]):
         return "a tensor of a class of its own"
@@ -236,6 +240,8 @@ _original = None  # torch's function, while _routed stands in its place
 
 
 def _routed(*args, **kwargs):
+    if not _routings:  # somebody kept this function beyond the last route_sdpa
+        return _original(*args, **kwargs)
     reason = _reason_to_leave(*args, **kwargs)
     if not torch.compiler.is_compiling():
         for routing in _routings[-1:]:

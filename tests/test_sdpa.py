@@ -366,3 +366,26 @@ def test_a_gpt_trains_unchanged():
     assert routing.served == 2 * 15 and not routing.left
     assert expected[-1] < 0.5 * expected[0]
     torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_a_kept_function_is_torchs_after_the_last_route():
+    """A from-import made inside the context outlives it."""
+    with flash_ext.route_sdpa():
+        kept = torch.nn.functional.scaled_dot_product_attention
+    x = torch.randn(1, 2, 4, 8)
+    expected = torch.nn.functional.scaled_dot_product_attention(x, x, x)
+    assert kept is not torch.nn.functional.scaled_dot_product_attention
+    assert torch.equal(kept(x, x, x), expected)
+
+
+@pytest.mark.parametrize(
+    "shape_q, shape_k",
+    [((4, 8), (6, 8)), ((2, 3, 4, 8), (3, 6, 8)), ((2, 1, 4, 8), (2, 4, 6, 8))],
+    ids=["rank 2", "other ranks", "fewer query heads"],
+)
+def test_shapes_that_torch_broadcasts_stay_with_torch(shape_q, shape_k):
+    q, k = torch.randn(shape_q), torch.randn(shape_k)
+    expected = F.scaled_dot_product_attention(q, k, k)
+    with flash_ext.route_sdpa() as routing:
+        assert torch.equal(F.scaled_dot_product_attention(q, k, k), expected)
+    assert routing.served == 0 and sum(routing.left.values()) == 1

@@ -73,6 +73,7 @@ def _packed_by_position_ids(position_ids, query, key):
     if query.shape[0] != 1 or position_ids.shape[1] != seqlen or key.shape[2] != seqlen:
         return None, None
     starts = (position_ids == position_ids.min()).flatten()
+    starts[0] = True  # rows before the first minimum are a sequence too
     if torch.compiler.is_compiling():
         ids = starts.cumsum(0)
         return (ids[:, None] == ids)[None, None], None
